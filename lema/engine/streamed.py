@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lema.activations.hoststates import HostStates
+from lema.activations.hoststates import HostRoom, HostStates
 from lema.backend import Backend
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.watchdog import Watchdog
@@ -320,22 +320,25 @@ class StreamedModel:
                 nullcontext() if start else self._first_lease(device_batches)
             )
             outside = self.trained_outside()
+            room = self._room(device_batches, chunks, trains_outside=bool(outside))
             hidden, calls = self.prelude(
-                device_batches, first, differentiate=bool(outside), around=around
+                device_batches, first, differentiate=bool(outside), around=around, room=room
             )
             start = self._checked_start(start, micro_batches, around)
-            embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
+            embed_head = EmbedHead(
+                self.backend, chunks, hidden, calls, outside, in_place=room is not None
+            )
             if self.engine.routers is not None:
                 self.engine.routers.begin(embed_head.loss, calls, device_batches)
             hidden = self.split.enter(embed_head.start(self.engine.anchor))
             self.starts_below = embed_head.reach_below
             # a head in pieces comes after all layers, any other is computed with the top layer
             end = self.split.num_layers - (self.head is None)
-            saving = self.step_saving(hidden, self.lowest_trained, end)
+            saving = self.step_saving(hidden, self.lowest_trained, end, in_host=room is not None)
             reference_rows = reference_rows_of(
                 self, chunks, micro_batches, device_batches, calls, first
             )
-            rows = Rows(calls, list(hidden))
+            rows = Rows(calls, list(hidden), room=room)
             del hidden
             if self.prefix is not None:
                 start = self._through_prefix(
@@ -362,6 +365,23 @@ class StreamedModel:
         if logits:  # there are none of a loss of rows, or of parts of rows
             cut(logits, micro_batches)
         return loss
+
+    def _room(
+        self, batches: MicroBatches, loss: LossChunks | RowLoss, *, trains_outside: bool
+    ) -> HostRoom | None:
+        """Return room in host memory for a step's hidden states, where sequences go through layers
+        in chunks and boundaries do not wait on the device; None: hidden states are there whole.
+        So they are as well where something else is computed with all of a row at once."""
+        size = self.sequence_chunk
+        whole = (
+            size is None
+            or all(batch["input_ids"].shape[1] <= size for batch in batches)
+            or self.activations.arena.tier == "device"
+        )
+        others = (self.stream.groups, self.head, self.prefix, self.division)
+        if whole or trains_outside or any(others) or not isinstance(loss, LossChunks):
+            return None
+        return self.activations.room
 
     def _checked_start(
         self,
@@ -545,10 +565,11 @@ class StreamedModel:
         differentiate: bool = False,
         away: HostStates | None = None,
         around: list[dict[str, Any]] | None = None,
+        room: HostRoom | None = None,
     ) -> tuple[tuple[Any, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each
-        micro-batch. States that go `away` do so as each is made, as the first layer is given them.
-        `around` receives, as JSON types, what the modules before the layers keep after each."""
+        micro-batch. States that go `away` do so as each is made, as the first layer is given them;
+        those of rows in chunks lie in `room`. `around` receives, as JSON types, what the modules before the layers keep after each."""
         hidden: list[Any] = []
         preludes = []
         weights = {} if first is None else first.weights  # used once; None: they have been
@@ -557,7 +578,7 @@ class StreamedModel:
             nullcontext() if self.head is None else self.head.standing_in(),
         ):
             for number, batch in enumerate(micro_batches):
-                prelude = self._prelude_of(batch, weights, differentiate=differentiate)
+                prelude = self._prelude_of(batch, weights, differentiate=differentiate, room=room)
                 state = prelude.hidden
                 hidden.append(
                     state if away is None else away.keep(number, *self.split.enter([state]))
@@ -572,7 +593,12 @@ class StreamedModel:
         return tuple(hidden), calls
 
     def _prelude_of(
-        self, batch: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, differentiate: bool
+        self,
+        batch: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        *,
+        differentiate: bool,
+        room: HostRoom | None = None,
     ) -> Prelude:
         """Run one micro-batch up to the layers; in chunks, if it is longer than one."""
         inputs = model_inputs(batch)
@@ -585,7 +611,10 @@ class StreamedModel:
         whole = isinstance(size, int) and batch["input_ids"].shape[1] <= size
         if size is None or whole:
             return self.split.prelude(inputs, weights, differentiate=differentiate)
-        return self.split.prelude_in_chunks(inputs, weights, size, differentiate=differentiate)
+        take = None if room is None else room.take
+        return self.split.prelude_in_chunks(
+            inputs, weights, size, differentiate=differentiate, room=take
+        )
 
     def _image_inputs(self, images: RowImages, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the model is given of images, on the device."""
@@ -593,10 +622,18 @@ class StreamedModel:
         return {name: value.to(self.backend.device) for name, value in inputs.items()}
 
     def step_saving(
-        self, hidden: Sequence[Tensor], lowest: int, end: int, budget: int = 0
+        self,
+        hidden: Sequence[Tensor],
+        lowest: int,
+        end: int,
+        budget: int = 0,
+        *,
+        in_host: bool = False,
     ) -> Saving:
         """Return what a step keeps of its layers; the arguments are those of `Activations.step`."""
         size = self.sequence_chunk
         in_chunks = size is not None and any(state.shape[1] > size for state in hidden)
         with self.retry.at("for the inputs of layers that wait for the backward"):
-            return self.activations.step(hidden, lowest, end, budget, in_chunks=in_chunks)
+            return self.activations.step(
+                hidden, lowest, end, budget, in_chunks=in_chunks, in_host=in_host
+            )

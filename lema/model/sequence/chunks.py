@@ -7,12 +7,12 @@ chunks before it, as generation calls it. So nothing here knows what these argum
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,13 @@ MASK = "attention_mask"
 POSITIONS = "position_ids"
 INPUTS = frozenset({IDS, MASK, POSITIONS})
 CALL_BYTES = 32 << 20
+MOST_IN_HOST = 4 << 20  # of calls, where hidden states are not on the device either
 PADDING = 2  # tokens
 PACK = (0, 1, 0, 1)  # positions of two rows
+
+
+Room: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Makes room, in host memory, for a tensor."""
 
 
 class Front(Protocol):
@@ -111,7 +116,7 @@ def most_of_calls(hidden_bytes: int) -> int:
     """Return the bytes of a micro-batch's calls, up to which these are kept for the backward.
 
     Args:
-        hidden_bytes: of its hidden state.
+        hidden_bytes: of its hidden state on the device.
     """
     return max(hidden_bytes, CALL_BYTES)
 
@@ -187,24 +192,37 @@ class ChunkedRows:
         self._hidden_bytes = 0
         self._kept: list[ChunkStates] | None = None
 
-    def prelude(self, *, differentiate: bool = False) -> Prelude:
+    def prelude(self, *, differentiate: bool = False, room: Room | None = None) -> Prelude:
         """Run the model up to its layers, chunk after chunk; return the hidden state of the whole
         micro-batch, and the call of every layer, which calls it on each chunk.
+
+        Args:
+            differentiate: let the hidden state keep its graph.
+            room: makes room for the hidden state; None: it is on the device.
         """
         states = list[Tensor]()
+        hidden = None
         embeddings = self._embeddings(differentiate=differentiate)
         for chunk in range(len(self.spans)):
             front = self.front(chunk, embeddings, differentiate=differentiate)
-            states.append(front.hidden.expand(len(self._tokens), *front.hidden.shape[1:]))
-            self._hidden_bytes += front.hidden.nbytes
+            if room is None:
+                states.append(front.hidden.expand(len(self._tokens), *front.hidden.shape[1:]))
+                self._hidden_bytes += front.hidden.nbytes
+            else:
+                if hidden is None:
+                    shape = (len(self._tokens), self.length, *front.hidden.shape[2:])
+                    hidden = room(shape, front.hidden.dtype).zero_()
+                hidden[:, self.spans[chunk].slice] = front.hidden
             self._calls[chunk] = front.calls
-            if self._call_bytes() > most_of_calls(self._hidden_bytes):
-                # Masks of long sequences are larger than all else: they are made at each visit.
+            most = MOST_IN_HOST if room is not None else most_of_calls(self._hidden_bytes)
+            if self._call_bytes() > most:
+                # What grows with the sequence is made at each visit.
                 self._calls = [None] * len(self.spans)
-        hidden = torch.cat(states, dim=1)
-        outside = (0, 0, self.spans[0].start, self.length - self.spans[-1].stop)
-        if any(outside) and self._division is None:
-            hidden = pad(hidden, outside)
+        if hidden is None:
+            hidden = torch.cat(states, dim=1)
+            outside = (0, 0, self.spans[0].start, self.length - self.spans[-1].stop)
+            if any(outside) and self._division is None:
+                hidden = pad(hidden, outside)
         calls = tuple(
             ChunkedCall((), {}, hidden_is_keyword=False, rows=self, number=number)
             for number in range(len(self._layers))
