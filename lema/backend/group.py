@@ -19,7 +19,15 @@ from lema.errors import ConfigError, LemaError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Alone", "Downloaded", "SingleProcess", "check_alike", "first_alone", "sum_gradients"]
+__all__ = [
+    "Alone",
+    "Downloaded",
+    "SingleProcess",
+    "check_alike",
+    "first_alone",
+    "share_of",
+    "sum_gradients",
+]
 
 
 class Alone:
@@ -143,6 +151,16 @@ def _sum(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
     for parameter, summed, has_gradient in zip(parameters, sums[:-1], anywhere, strict=True):
         if has_gradient:
             parameter.grad = summed.view_as(parameter)
+
+
+def share_of(replicas: Replicas, dividing: int) -> tuple[int, int]:
+    """Return which share of a batch's rows this process has, and how many shares there are.
+
+    Args:
+        replicas: the processes.
+        dividing: how many of them divide each row, and so have one share together.
+    """
+    return replicas.rank // dividing, replicas.size // dividing
 
 
 def first_alone(replicas: Replicas, work: Callable[[], Outcome]) -> Outcome:

@@ -51,14 +51,20 @@ class StopRequested(BaseException):
 class Interrupt:
     """The question whether a run is to stop, asked within `opened` blocks before each layer and
     micro-batch. Either all of a run's `replicas` make an `Interrupt` or none does; `leaving` says
-    which of them leave a pass at once. Where `stop` is None the run is never stopped."""
+    which of them leave a pass at once, and `of_copy` asks those that leave "as a copy"; None: those
+    that hold one. Where `stop` is None the run is never stopped."""
 
     def __init__(
-        self, stop: Stop | None, replicas: Replicas | None = None, leaving: Leaving = "alone"
+        self,
+        stop: Stop | None,
+        replicas: Replicas | None = None,
+        leaving: Leaving = "alone",
+        of_copy: Callable[[object], list[Any]] | None = None,
     ) -> None:
         self._stop = stop
         self._leaving = leaving
         self._replicas = replicas or Alone()
+        self._of_copy = of_copy or self._replicas.of_copy
         self._open = self._polls = False
 
     def poll(self) -> None:
@@ -73,7 +79,7 @@ class Interrupt:
             self.poll()
         elif self._open:
             assert self._stop is not None, "the run is never stopped"
-            ask = self._replicas.everyone if self._leaving == "together" else self._replicas.of_copy
+            ask = self._replicas.everyone if self._leaving == "together" else self._of_copy
             if (why := _first(ask(self._stop()))) is not None:
                 raise StopRequested(why)
 

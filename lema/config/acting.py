@@ -32,6 +32,7 @@ ACTING: Mapping[str, str] = {
     "image_urls": "connects to any server that rows name",
     "data_cache": "writes to any path, unless it is true or false",
     "quantize_base_cache": "writes to any path",
+    "tower_cache": "writes to any path, unless it is true or false",
     "output_dir": "writes to any path",
     "overwrite_output_dir": "replaces what is in output_dir",
     "offload_dir": "writes to any path",
@@ -45,6 +46,7 @@ ACTING: Mapping[str, str] = {
     "backend_settings": "are of that device",
     "tensor_parallel_size": "needs as many processes",
     "sequence_parallel": "needs several processes",
+    "context_parallel_size": "needs as many processes",
     "shard_weights": "needs several processes",
     "shard_optimizer": "needs several processes",
     "strategy": "may take the memory of the whole model",
@@ -55,6 +57,7 @@ ACTING: Mapping[str, str] = {
     "experts_per_slot": "takes memory",
     "modalities": "takes the memory of towers",
     "towers": "says which memory is taken",
+    "tower_cache_size": "takes disk",
     "embeddings": "says which memory is taken",
     "head": "says which memory is taken",
     "cache_frozen_prefix": "takes memory or disk",
@@ -103,4 +106,4 @@ def acts(name: str, value: object) -> bool:
         return value not in LIBRARY_ATTENTION
     if name == "chat_template":
         return not (isinstance(value, str) and ("{{" in value or "{%" in value))
-    return name != "data_cache" or not isinstance(value, bool)
+    return name not in ("data_cache", "tower_cache") or not isinstance(value, bool)

@@ -36,6 +36,8 @@ CONFIG_NAME = "lema_config.json"
 # Settings that only earlier versions saved, one at least in every file they wrote. Such a file may
 # hold others that are gone; in any other file an unknown setting is a mistake.
 _EARLIER = {"ram_buffer_size", "use_lora", "vram_fraction", "training_mode"}
+DIVIDED = "context_parallel_size"
+_IN_CHUNKS = "do not go through layers in chunks"
 _AT = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
 
@@ -312,11 +314,16 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     them, for rows that are longer than the model was made for: {rope_type: yarn, factor: 4.0}. What
     is left out of the base and of layer types is the model's. The adapter keeps them, and they go
     into a merged model's config.json. null: the model's own."""
-    sequence_chunk: Reported[Annotated[int, Field(ge=2)] | None] = None
+    sequence_chunk: Reported[Annotated[int, Field(ge=2)] | Literal["auto"] | None] = None
     """Tokens of a sequence that go through a layer at once: longer sequences go through each layer
     in chunks, of which only one has activations at a time. Weights are read twice in a step all the
-    same. Losses and gradients change by rounding, and with dropout also the random numbers. None:
-    whole sequences."""
+    same. Losses and gradients change by rounding, and with dropout also the random numbers. auto:
+    the largest power of two with which a step fits into `device_memory`, or whole sequences if they
+    fit; a resumed run keeps it. null: whole sequences."""
+    context_parallel_size: Reported[Annotated[int, Field(ge=2)] | None] = None
+    """Processes that divide the sequence of each row between them (context parallelism), of those
+    that `torchrun` starts. Losses and gradients change as with `sequence_chunk`, which then says
+    how long a part is at most. None: each process computes rows of its own."""
     objective: Refused[ObjectiveName] = "sft"
     """What the run trains on. `sft`: tokens of rows; `dpo`, `ipo`, `orpo`, `simpo`: pairs of
     `chosen` and `rejected` rows; `kto`: rows with a `label`, or pairs."""
@@ -381,6 +388,13 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Where towers are under `modalities: all`: on the device as a whole, or with one layer after
     the other streamed there, which takes the memory of two layers, and reads every layer once for
     each batch with images. What trains in them, as an adapter, needs them on the device."""
+    tower_cache: Silent[bool | types.Location] = False
+    """The folder that keeps what towers make of each image, by its pixels and the towers' weights,
+    for later epochs and starts, which then read no tower. true: a folder in the user's cache
+    directory (XDG_CACHE_HOME); false: no folder. Towers then run on one image at a time."""
+    tower_cache_size: Silent[types.Memory] = "20GB"
+    """The most bytes of the files in `tower_cache`; a fraction is one of the disk. What does not
+    fit is computed in every epoch."""
     backend_settings: Reported[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a single backend, by name. They may also be given like any other setting."""
 
@@ -457,6 +471,9 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
         if self.towers == "stream" and self.modalities == "text":
             what = "towers: stream says how towers are read, and modalities: text reads none"
             yield Problem("towers", what, "set modalities to all, or leave towers out")
+        if self.tower_cache is not False and self.modalities == "text":
+            what = "tower_cache keeps what towers make, and modalities: text reads no towers"
+            yield Problem("tower_cache", what, "set modalities to all, or leave tower_cache out")
         yield from self._about_offloading()
         yield from self._about_chunks()
         yield from disagreements_of_objective(self)
@@ -531,17 +548,31 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
 
     def _about_chunks(self) -> Iterator[Problem]:
         """Yield what sequences in chunks have not been tested with."""
-        if self.sequence_chunk is None:
+        setting = "sequence_chunk" if self.context_parallel_size is None else DIVIDED
+        if self.sequence_chunk is None and setting != DIVIDED:
             return
         untested = {
             "torch_compile": self.torch_compile,
             "tensor_parallel_size": (self.tensor_parallel_size or 1) > 1,
             "sequence_parallel": self.sequence_parallel,
         }
-        for setting, conflicts in untested.items():
+        if setting == DIVIDED:
+            untested |= {
+                # which a plan of whole rows would choose
+                "sequence_chunk: auto": self.sequence_chunk == "auto",
+                # whose losses are of whole rows
+                f"objective: {self.objective}": self.objective != "sft",
+                # which goes by the length of the sequence
+                "neftune_noise_alpha": bool(self.neftune_noise_alpha),
+                "gradient_checkpointing: false": self.gradient_checkpointing is False,
+                "arithmetic: fast": self.arithmetic == "fast",
+                "experts_per_slot": isinstance(self.experts_per_slot, int),
+                "cache_frozen_prefix": self.cache_frozen_prefix,
+            }
+        for other, conflicts in untested.items():
             if conflicts:
-                what = f"sequences do not go through layers in chunks with {setting}"
-                yield Problem("sequence_chunk", what, "leave one of them out")
+                way = "are not divided over processes" if setting == DIVIDED else _IN_CHUNKS
+                yield Problem(setting, f"sequences {way} with {other}", "leave one of them out")
 
     def _about_offloading(self) -> Iterator[Problem]:
         mode = self.activation_offloading
@@ -569,6 +600,11 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
                 f"{_AT[tier]}"
             )
             yield Problem("boundary_activations", f"{what}; leave one out")
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether sequences go through layers in parts, which keep no graph."""
+        return self.sequence_chunk is not None or self.context_parallel_size is not None
 
     @property
     def plain_cross_entropy(self) -> bool:

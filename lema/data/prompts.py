@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lema.config import LemaConfig
-from lema.data.chat.messages import read_messages
+from lema.data.chat.messages import Chat, read_messages
+from lema.data.chat.pictures import KINDS
 from lema.data.chat.template import in_forms, open_template
 from lema.data.chat.tokens import check_roles, encoded
-from lema.data.columns import alpaca_prompt
+from lema.data.columns import IMAGE_COLUMNS, alpaca_prompt
 from lema.data.files import Row
 from lema.data.forms import check_ids, num_positions, text_of
+from lema.data.images.reading import ImageReading, with_column
+from lema.data.images.rows import RowImages
 from lema.data.row_forms import PromptForm
 from lema.data.sets.sources import load_rows
 from lema.errors import DataError
@@ -24,7 +27,7 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-__all__ = ["fitting", "prompt_ids", "read_prompts", "written"]
+__all__ = ["Prompt", "fitting", "has_images", "prompt_ids", "prompt_of", "read_prompts", "written"]
 
 STDIN = "standard input"
 RESULTS = frozenset(
@@ -82,6 +85,34 @@ def prompt_ids(
     tokenizer's template as far as the assistant's turn. As "alpaca" a text is the instruction in
     Alpaca's words, and as "text" it is continued as it is. `DataError`: the row has neither, it is
     malformed, or the template does not take it."""
+    return prompt_of(row, tokenizer, form=form).ids
+
+
+class Prompt(NamedTuple):
+    """A row as what a model continues."""
+
+    ids: list[int]
+    images: RowImages | None = None  # of the row; None: it has none
+
+
+def prompt_of(
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    form: PromptForm = "text",
+    reading: ImageReading | None = None,
+) -> Prompt:
+    """Return the tokens that a row's text begins with, as `prompt_ids` describes, and its images.
+
+    Args:
+        row: has `images` as rows of training have them, or parts for them in its messages.
+        tokenizer: has the chat template.
+        form: how a text is written; one with images is a chat.
+        reading: reads images; None: a row with images is refused.
+
+    Raises:
+        DataError: as `prompt_ids`, an image cannot be used, or the model is open for text alone.
+    """
     values = written(row)
     column = next((name for name in ("messages", "prompt") if values.get(name) is not None), None)
     if column is None:
@@ -91,24 +122,60 @@ def prompt_ids(
         text = text_of(row, prompt, f"'{column}'")
         if not text.strip():
             raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
-        if form != "chat":
+        if form != "chat" and not has_images(row):
             written_text = alpaca_prompt(text) if form == "alpaca" else text
-            return encoded(tokenizer, written_text, row, has_special=False)
+            return Prompt(encoded(tokenizer, written_text, row, has_special=False))
         prompt = [{"role": "user", "content": text}]
-    conversation = read_messages(Row({**values, column: prompt}, row.source, row.line), column, {})
+    row = Row({**values, column: prompt}, row.source, row.line)
+    conversation = read_messages(row, column, {})
+    if reading is not None:
+        conversation = with_column(row, conversation)
+    elif has_images(row):
+        how = "use --set modalities=all for a model that sees images, or remove them"
+        raise row.broken("the row has images, and the model was opened for text alone", how=how)
+    return _rendered(row, conversation, tokenizer, reading)
+
+
+def _rendered(
+    row: Row,
+    conversation: Chat,
+    tokenizer: PreTrainedTokenizerBase,
+    reading: ImageReading | None,
+) -> Prompt:
+    """Return a conversation as far as the assistant's turn."""
     if conversation.messages[-1]["role"] == "assistant":
         how = "end with the user's message; remove the answer from a chat that has one"
         raise row.broken(
             "the last message is the assistant's, so there is nothing to answer", how=how
         )
-    template = open_template(tokenizer, conversation.tools, row)
+    template = open_template(tokenizer, conversation.tools, row, messages=conversation.messages)
     check_roles(conversation, template, row)
     rendered = next(
         in_forms(
             conversation.messages, lambda messages: template.render(messages, row, prompt=True)
         )
     )
-    return encoded(tokenizer, rendered, row, has_special=True)
+    if reading is None or not conversation.pictures:
+        return Prompt(encoded(tokenizer, rendered, row, has_special=True))
+    pictures = reading.pictures(row, conversation.pictures)
+    expanded, record = reading.expanded(rendered, [], pictures, row)
+    return Prompt(expanded.ids.tolist(), reading.rows(record))
+
+
+def has_images(row: Row) -> bool:
+    """Whether a row names images, in a column of its own or in its messages."""
+    if any(row.values.get(name) not in (None, [], ()) for name in IMAGE_COLUMNS):
+        return True
+    messages = row.values.get("messages") or row.values.get("prompt")
+    if not isinstance(messages, list | tuple):
+        return False
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    return any(
+        isinstance(part, Mapping) and part.get("type") in KINDS
+        for content in contents
+        if isinstance(content, list | tuple)
+        for part in content
+    )
 
 
 def fitting(

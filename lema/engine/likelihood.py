@@ -41,6 +41,10 @@ def likelihoods(
         what = "likelihoods need whole logits, but the head streams in pieces"
         raise ConfigError(what, where="head", how="set head: device, or raise device_memory")
 
+    if model.division is not None:
+        what = "likelihoods are of whole rows, and each process has a part of every row"
+        raise ConfigError(what, where="context_parallel_size", how="start one process")
+
     def run(parts: Sequence[Mapping[str, Tensor]]) -> list[Likelihood]:
         host_targets = [model.padding.of(batch)["labels"] for batch in parts]
         *_, hidden = model.hidden_states(parts, on_host=on_host)

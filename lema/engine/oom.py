@@ -60,6 +60,7 @@ class OomRetry:
         state: what the modules of the model keep from call to call.
         recomputes: whether activations are recomputed; where they are not, the warning names that
             setting too.
+        together: whether other processes take part in every pass.
         advise: returns the settings that would help with a shortage, as the plan knows them.
 
     Attributes:
@@ -73,12 +74,14 @@ class OomRetry:
         state: ModelState,
         *,
         recomputes: bool = True,
+        together: bool = False,
         advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE,
     ) -> None:
         self._stream = stream
         self._backend = backend
         self._state = state
         self._recomputes = recomputes
+        self._together = together
         self.advise = advise
         self.location = ""
         self._cuts = True  # whether smaller micro-batches change no mathematics of training
@@ -99,7 +102,7 @@ class OomRetry:
         """Whether no other process takes part in a pass; if one does, this process cannot begin
         again by itself.
         """
-        return not self._stream.sharded
+        return not (self._together or self._stream.sharded)
 
     def cut(
         self, micro_batches: MicroBatches, purpose: Purpose = "training"
@@ -256,7 +259,8 @@ class OomRetry:
             )
             what += f"{_count(short.slots, 'layer slot')} do not fit"
         if not self._alone:
-            what += "; with shard_weights a process cannot try again alone"
+            setting = "context_parallel_size" if self._together else "shard_weights"
+            what += f"; with {setting} a process cannot try again alone"
         self._given_up = {}
         self._short_at = ""
         return MemoryLimitError(what, where=short.location, how=self.advise(short))

@@ -32,8 +32,16 @@ from torch.utils._pytree import tree_leaves
 from lema.config.units import human_bytes
 from lema.data.batches import dealt
 from lema.engine.generation import leased_forwards
+from lema.engine.generation.prefill import Prefill
 from lema.engine.head.gradients import EmbedHead
-from lema.engine.layers.call_chunks import CallChunks, check_hooks
+from lema.engine.layers.call_chunks import (
+    CACHES,
+    CallChunks,
+    autocast_dtype,
+    check_hooks,
+    named_arguments,
+    shape_of,
+)
 from lema.engine.layers.layer_pass import LayerPass
 from lema.engine.layers.reference_rows import ReferenceRows
 from lema.engine.layers.row_cuts import Cut, RowCuts
@@ -42,6 +50,7 @@ from lema.engine.layers.saving import Saving
 from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_leaves
 from lema.errors import ConfigError
+from lema.model.capture import draws
 from lema.model.flow import LayerCall, Prelude
 from lema.model.layers.routing import RowChoices
 from lema.model.sequence.chunks import ChunkedCall
@@ -55,8 +64,6 @@ __all__ = ["LayerStack", "StackCall"]
 COLLECTED = ("output_hidden_states", "output_attentions")
 ROUTED = "output_router_logits"  # is answered here, because a loss may be formed of it
 CHOICES = "replaying"  # is said where routers cannot be told what to choose
-# what models call their keys and values, from transformers 5.24 on and before
-CACHES = ("cache", "past_key_values")
 LEARNING_TOKENS = 8
 
 
@@ -156,14 +163,6 @@ def _span_of(call: LayerCall, cut: Cut) -> Span:
     if isinstance(call, ChunkedCall):
         return Span(call.spans[0].start, call.spans[-1].stop)
     return Span(0, cut.end)
-
-
-def _shape_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many rows a call has, and how many tokens each has."""
-    ids: Tensor | None = arguments.get("input_ids")
-    tokens: Tensor = arguments["inputs_embeds"] if ids is None else ids
-    num_rows, width = tokens.shape[:2]
-    return num_rows, width
 
 
 def _check_unseen(seen: Sequence[tuple[list[int], Span]], gradient: Tensor) -> None:
@@ -281,6 +280,9 @@ class LayerStack:
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
             self._gradient_sums = {}
             streamed.engine.train_weights(adapter_leaves(split.layers, self._gradient_sums))
+        size = streamed.sequence_chunk
+        self._prefill = None if size is None else Prefill(streamed.engine, size, streamed.layers)
+        self._replays = 0  # blocks in which routers are told what to choose
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
         self.supply: Callable[[StackCall], Sequence[Tensor]] = lambda call: self.run([call])[0]
 
@@ -320,9 +322,13 @@ class LayerStack:
             call.choose(rows)
             return supply(call)
 
-        with self.supplied_by(supply_chosen):
-            yield
-            rows.check_taken()
+        self._replays += 1
+        try:
+            with self.supplied_by(supply_chosen):
+                yield
+                rows.check_taken()
+        finally:
+            self._replays -= 1
 
     @property
     def takes_reference(self) -> bool:
@@ -404,6 +410,11 @@ class LayerStack:
             raise ConfigError(what, where=ROUTED, how=how)
         cache_name = next((name for name in CACHES if arguments.get(name) is not None), None)
         if (cache_name or self._asked("use_cache", arguments)) and not differentiated:
+            prefill = None if self._asked(ROUTED, arguments) else self._prefill
+            if prefill is not None and prefill.takes(arguments, uses_cache=True):
+                self._learn()
+                self._ahead = ((), 0)  # because what is announced is another pass
+                return prefill.run(self._forward, arguments)
             with (
                 split.autocast(self._ambient()),
                 split.replaced(leased_forwards(split, self.streamed.stream)),
@@ -432,11 +443,7 @@ class LayerStack:
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
-        arguments = dict(self._signature.bind_partial(*args, **kwargs).arguments)
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                arguments |= arguments.pop(name, {})
-        return arguments
+        return named_arguments(self._signature, args, kwargs)
 
     def _asked(self, name: str, arguments: Mapping[str, Any]) -> bool:
         asked = arguments.get(name)
@@ -450,21 +457,9 @@ class LayerStack:
             isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(arguments)
         )
         differentiate = differentiated and (inputs or bool(streamed.trained_outside()))
-        device = streamed.backend.device
-        few = {"input_ids": torch.ones(1, LEARNING_TOKENS, dtype=torch.long, device=device)}
         ambient = self._ambient()
         routed = self._asked(ROUTED, arguments)
-        if not split.has_learned(few):
-            # restored, because these few tokens are not training data
-            state = streamed.backend.rng_state()
-            self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
-            with (
-                streamed.stream.lease(0) as first,
-                self._without_routers(),
-                aside(split.model.modules()),
-            ):
-                split.prelude(few, first.weights)
-            streamed.backend.set_rng_state(state)
+        few = self._learn()
         cuts = self._cuts(arguments)
         if RowCuts(arguments, cuts).ambiguous:
             size = sum(len(cut.rows) for cut in cuts)
@@ -492,6 +487,25 @@ class LayerStack:
                 call.ask_routers(routed)
         return StackCall(arguments, preludes, differentiated, inputs, self._trained(), cuts, routed)
 
+    def _learn(self) -> dict[str, Tensor]:
+        """See what layers return, if that is not known; return a few tokens."""
+        streamed = self.streamed
+        split = streamed.split
+        device = streamed.backend.device
+        few = {"input_ids": torch.ones(1, LEARNING_TOKENS, dtype=torch.long, device=device)}
+        if not split.has_learned(few):
+            # restored, because these few tokens are not training data
+            state = streamed.backend.rng_state()
+            self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
+            with (
+                streamed.stream.lease(0) as first,
+                self._without_routers(),
+                aside(split.model.modules()),
+            ):
+                split.prelude(few, first.weights)
+            streamed.backend.set_rng_state(state)
+        return few
+
     def _preludes(
         self,
         arguments: Mapping[str, Any],
@@ -516,18 +530,23 @@ class LayerStack:
                 if chunks is None:
                     prelude = split.prelude(few, {}, differentiate=differentiate, run=run)
                 else:
-                    prelude = chunks.prelude(differentiate=differentiate)
+                    prelude = chunks.prelude(differentiate=differentiate, shares=self._shares())
             yield prelude
+
+    def _shares(self) -> bool:
+        """Whether tokens with which all rows of a micro-batch begin may be computed once: no row
+        draws or is told anything of its own there."""
+        return not self._replays and not draws(self.streamed.split.model)
 
     def _chunks(self, arguments: Mapping[str, Any]) -> CallChunks | None:
         """Return the chunks of a call with these arguments; None: its rows are no longer than
         one."""
         size = self.streamed.sequence_chunk
-        if size is None or _shape_of(arguments)[1] <= size:
+        if size is None or shape_of(arguments)[1] <= size:
             return None
-        return CallChunks(
-            self.streamed.split, self._forward, arguments, size, ambient=self._ambient()
-        )
+        streamed = self.streamed
+        device = streamed.backend.device
+        return CallChunks(streamed.split, self._forward, arguments, size, device)
 
     @contextmanager
     def _without_routers(self) -> Iterator[None]:
@@ -546,14 +565,13 @@ class LayerStack:
 
     def _ambient(self) -> torch.dtype | None:
         """Return the dtype of products where the model is called; None: none is set."""
-        kind = self.streamed.backend.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return autocast_dtype(self.streamed.backend.device.type)
 
     def _cuts(self, arguments: Mapping[str, Any]) -> tuple[Cut, ...]:
         """Return the micro-batches of a call, as its attention mask `[batch, sequence]` has the
         lengths of its rows.
         """
-        size, width = _shape_of(arguments)
+        size, width = shape_of(arguments)
         mask = arguments.get("attention_mask")
         lengths = [width] * size
         if self.rows is None or size <= self.rows:

@@ -16,6 +16,7 @@ from lema.engine.head.rows import RowLoss, row_targets
 from lema.engine.padding import Padding
 from lema.model import Split
 from lema.model.inputs import Inputs
+from lema.model.sequence.division import RowDivision
 
 __all__ = ["MicroBatches", "StepInputs"]
 
@@ -31,6 +32,8 @@ class StepInputs:
         settings: what a step is trained by.
         padding: gives rows the shapes that the device is to see.
         chunk_tokens: logits exist for this many tokens at a time.
+        division: how processes divide rows, of which this one forms its part of the loss; None:
+            they do not.
 
     Attributes:
         objective: what the loss of rows is; None: the cross-entropy of tokens.
@@ -44,6 +47,7 @@ class StepInputs:
         settings: LossSettings,
         padding: Padding,
         chunk_tokens: int,
+        division: RowDivision | None = None,
     ) -> None:
         self._split = split
         self._settings = settings
@@ -51,6 +55,7 @@ class StepInputs:
         self.padding = padding
         self.chunk_tokens = chunk_tokens
         self.inputs = Inputs(backend)
+        self._division = division
 
     def train_by(self, objective: Objective | None) -> None:
         """Take another loss of rows; None: the cross-entropy of tokens."""
@@ -65,7 +70,25 @@ class StepInputs:
 
     def to_device(self, micro_batches: MicroBatches) -> list[dict[str, Tensor]]:
         """Return micro-batches on the device, without a loss."""
-        return self.inputs.to_device(list(map(self.padding.of, micro_batches)))
+        return self.inputs.to_device(list(map(self._padded, micro_batches)))
+
+    def _padded(self, micro_batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        batch = self.padding.of(micro_batch)
+        division = self._division
+        if division is None or batch["input_ids"].shape[1] >= division.shortest:
+            return batch
+        return Padding(division.shortest).of(batch)
+
+    def _parts(self, targets: Sequence[Tensor], options: dict[str, Any]) -> list[Tensor]:
+        """Return this process's targets; the loss is divided by the number of all, and logits of
+        a part of each row are kept for nobody.
+        """
+        division = self._division
+        if division is None:
+            return list(targets)
+        whole = LossChunks(self._split.head, targets, 1, num_tokens=options.get("num_tokens"))
+        options |= {"num_tokens": whole.num_tokens, "logits": None}
+        return list(map(division.cut, targets))
 
     def prepare(
         self, micro_batches: MicroBatches, **options: Any
@@ -75,10 +98,11 @@ class StepInputs:
         """
         split = self._split
         split.state.hooks.check_none()
-        batches = list(map(self.padding.of, micro_batches))
+        batches = list(map(self._padded, micro_batches))
         objective = self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
+            targets = self._parts(targets, options)
             options |= {
                 "host_targets": targets,
                 "dft": self._settings.dft,

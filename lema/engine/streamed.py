@@ -44,6 +44,7 @@ from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.flow import LayerCall, Prelude
 from lema.model.inputs import IMAGES, model_inputs
+from lema.model.sequence.division import RowDivision
 from lema.stream import LayerStream, Lease, StreamCounters
 
 __all__ = ["StreamedModel"]
@@ -63,8 +64,10 @@ class StreamedModel:
         reference: the adapter of the model that an objective compares with; None: that model has no
             adapter.
         sequence_chunk: tokens of a sequence that go through a layer at once; None: all.
+        division: how processes divide rows; None: each has rows of its own.
 
     Attributes:
+        division: how processes divide rows; None: each has rows of its own.
         engine: the objects that the layers of a pass work with.
         layers: the decoder layers, each of its kind.
         sequence_chunk: tokens of a sequence that go through a layer at once; None: all.
@@ -91,19 +94,34 @@ class StreamedModel:
         loss: LossSettings | None = None,
         reference: StartingAdapter | None = None,
         sequence_chunk: int | None = None,
+        division: RowDivision | None = None,
     ) -> None:
         self.head = head
+        self.division = division
         self.activations = activations or Activations(split, backend, stream.trace)
         self.step_inputs = StepInputs(
-            split, backend, loss or LossSettings(), padding or Padding(), loss_chunk_tokens
+            split,
+            backend,
+            loss or LossSettings(),
+            padding or Padding(),
+            loss_chunk_tokens,
+            division,
         )
         advice = {} if advise is None else {"advise": advise}
         recomputes = self.activations.recompute
-        retry = OomRetry(stream, backend, split.state, recomputes=recomputes, **advice)
+        retry = OomRetry(
+            stream,
+            backend,
+            split.state,
+            recomputes=recomputes,
+            together=division is not None,
+            **advice,
+        )
         self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=retry)
-        self.layers = layers_of(self.engine, in_chunks=sequence_chunk is not None)
         self.sequence_chunk = sequence_chunk
-        if sequence_chunk is not None:
+        self._chunk: int | RowDivision | None = sequence_chunk if division is None else division
+        self.layers = layers_of(self.engine, in_chunks=self._chunk is not None)
+        if self._chunk is not None:
             check_cuts(self.engine)
         self._away = HostStates(backend)
         self.prefix: PrefixCache | None = None
@@ -122,6 +140,18 @@ class StreamedModel:
     def stream(self) -> LayerStream:
         """The layers' weights."""
         return self.engine.stream
+
+    @property
+    def num_dividing(self) -> int:
+        """How many processes divide each row; 1: they do not."""
+        return 1 if self.division is None else self.division.group.size
+
+    @property
+    def meets(self) -> bool:
+        """Whether processes with copies of their own meet within a pass, because they put layers
+        together of parts, or rows. None of them can then leave it, or begin again, by itself.
+        """
+        return self.division is not None or self.engine.stream.sharded
 
     @property
     def backend(self) -> Backend:
@@ -196,9 +226,15 @@ class StreamedModel:
         """Let `stop` end a run at a layer or micro-batch within `Interrupt.opened`; all
         processes do this, or none.
         """
-        leaving: Leaving = "alone" if self.backend.parallel.size == 1 else "as a copy"
+        # those that divide rows leave as those do that hold a copy together
+        division = self.division
+        copies = self.backend.parallel.size > 1 or division is not None
+        leaving: Leaving = "as a copy" if copies else "alone"
         interrupt = Interrupt(
-            stop, self.backend.replicas, "together" if self.stream.sharded else leaving
+            stop,
+            self.backend.replicas,
+            "together" if self.stream.sharded else leaving,
+            None if division is None else division.group.exchange,
         )
         with self.engine.stopping(interrupt):
             yield
@@ -323,7 +359,7 @@ class StreamedModel:
                 end_first=first_lease.close,
             ).loss()
         self._measure(embed_head.loss)
-        if logits:  # of a loss of rows there are none
+        if logits:  # there are none of a loss of rows, or of parts of rows
             cut(logits, micro_batches)
         return loss
 
@@ -461,9 +497,12 @@ class StreamedModel:
                 values, _ = piece_passes(
                     self.head, self.stream.lease, chunks, hidden, differentiate=False
                 )
-        if logits is not None:
+        if logits:
             cut(logits, micro_batches)
-        return torch.stack(values).sum(), chunks.trained_tokens
+        value = torch.stack(values).sum()
+        if self.division is not None:
+            return self.division.group.sum(value), chunks.num_tokens
+        return value, chunks.trained_tokens
 
     def hidden_states(
         self, micro_batches: MicroBatches, *, on_host: bool = False
@@ -542,8 +581,9 @@ class StreamedModel:
             return self.split.prelude(
                 inputs, weights, differentiate=differentiate, more=self._image_inputs(images, batch)
             )
-        size = self.sequence_chunk
-        if size is None or batch["input_ids"].shape[1] <= size:
+        size = self._chunk
+        whole = isinstance(size, int) and batch["input_ids"].shape[1] <= size
+        if size is None or whole:
             return self.split.prelude(inputs, weights, differentiate=differentiate)
         return self.split.prelude_in_chunks(inputs, weights, size, differentiate=differentiate)
 

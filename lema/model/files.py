@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
     from lema.model.quantizable import QuantizedDirectory
 
-__all__ = ["ModelFiles", "read_config", "read_data", "training_rows"]
+__all__ = ["ModelFiles", "image_reading", "read_config", "read_data", "training_rows"]
 
 
 class ModelFiles:

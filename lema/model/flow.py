@@ -98,6 +98,8 @@ class LayerCall:
     # of each token `[tokens, experts of each]` in host memory, which experts its routers choose;
     # None: they choose themselves
     choices: Tensor | None = None
+    # the adapter that the layer computes with; None: those that are active
+    adapter: str | None = None
     # what the layer kept before its first run; None: it has not run
     snapshot: Snapshot | None = None
     # of the modules inside the layer when the model was called; None: those of now
@@ -114,6 +116,10 @@ class LayerCall:
     def choose(self, choices: Tensor) -> None:
         """Have the layer's routers choose these experts, `[tokens, experts of each]`."""
         self.choices = choices
+
+    def compute_with(self, adapter: str) -> None:
+        """Have the layer compute with this adapter, whichever is active."""
+        self.adapter = adapter
 
     def drop_routers(self) -> None:
         """Let go of what routers made, also in copies of this call, and ask for no more."""

@@ -7,7 +7,7 @@ row instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -49,11 +49,13 @@ __all__ = [
     "expert_parts",
     "layer_bytes",
     "load_outside",
+    "load_towers",
     "move_tensors",
     "outside_layout",
     "put",
     "read_stored",
     "tensors_elsewhere",
+    "towers_layout",
 ]
 
 # attributes that every module has: hooks, and what it registers
@@ -279,13 +281,7 @@ def load_outside(
     and those in the modules `towers`.
     What no checkpoint has, as rotary tables, is on the device afterwards as well."""
     outside, byte_layout = outside_layout(model, stored, layers_name, left_out, towers)
-    tied = _same_object(model)
-    real = {
-        name: nn.Parameter(tensor, requires_grad=False)
-        for name, tensor in stored.load(byte_layout).items()
-    }
-    for name in outside:
-        put(model, name, real[tied.get(name, name)])
+    _make_real(model, stored, outside, byte_layout)
     # A model puts its inputs on the device of its first parameter. So that one, of the model and of
     # each model around its layers, is there where it is not read, too; what stands there takes the
     # memory of one element.
@@ -297,6 +293,42 @@ def load_outside(
                 put(model, first, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
     move_tensors(model, stored.backend.device)
     return byte_layout.nbytes + byte_layout.expanded_bytes
+
+
+def towers_layout(
+    model: PreTrainedModel,
+    stored: StoredTensors,
+    towers: Collection[str],
+    left_out: Collection[str] = (),
+) -> tuple[list[str], LayerBytes]:
+    """Name and lay out, tied ones once, stored tensors of the modules `towers`, but those in the
+    modules `left_out`."""
+    names = [name for name in stored.records if is_in(name, towers) and not is_in(name, left_out)]
+    tied = _same_object(model)
+    return names, stored.byte_layout([name for name in names if tied.get(name, name) == name])
+
+
+def load_towers(
+    model: PreTrainedModel,
+    stored: StoredTensors,
+    towers: Collection[str],
+    left_out: Collection[str] = (),
+) -> None:
+    """Make the tensors that `towers_layout` names real, on the device."""
+    _make_real(model, stored, *towers_layout(model, stored, towers, left_out))
+
+
+def _make_real(
+    model: PreTrainedModel, stored: StoredTensors, names: Iterable[str], byte_layout: LayerBytes
+) -> None:
+    """Load what `byte_layout` laid out, and put it in its places in the model."""
+    tied = _same_object(model)
+    real = {
+        name: nn.Parameter(tensor, requires_grad=False)
+        for name, tensor in stored.load(byte_layout).items()
+    }
+    for name in names:
+        put(model, name, real[tied.get(name, name)])
 
 
 def move_tensors(model: nn.Module, device: torch.device) -> None:

@@ -30,12 +30,14 @@ from lema.model.experts import (
     form_no_frozen_gradients,
 )
 from lema.model.flow import CannotCut, LayerCall, Prelude, Suspended, Tape, find_cut
+from lema.model.layers.adapters import computing_with
 from lema.model.layers.attached import AttachedLayers
 from lema.model.layers.compiled import CompiledLayers
 from lema.model.layers.routing import replayed
 from lema.model.row_tables import RowTables
 from lema.model.sequence.cache import LayerKind, SequenceCache, kinds_of
 from lema.model.sequence.chunks import ChunkedRows
+from lema.model.sequence.division import RowDivision
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
@@ -181,34 +183,45 @@ class Split:
         self,
         batch: Mapping[str, Tensor],
         first_layer_weights: Mapping[str, Tensor],
-        size: int,
+        size: int | RowDivision,
         *,
         differentiate: bool = False,
     ) -> Prelude:
-        """Run the model up to its layers, as `prelude` does, `size` tokens at a time; the calls are
-        `ChunkedCall`. `ConfigError`: the model, or the batch, cannot be cut."""
+        """Run the model up to its layers, as `prelude` does, `size` tokens at a time, or the
+        chunks that this process has of a division; the calls are `ChunkedCall`. Tokens with which
+        all rows begin are computed once, if no row draws anything of its own. `ConfigError`: the
+        model, or the batch, cannot be cut."""
         self._begin(batch, first_layer_weights)
-        return self.rows_in_chunks(batch, size).prelude(differentiate=differentiate)
+        rows = self.rows_in_chunks(batch, size, shares=not capture.draws(self.model))
+        return rows.prelude(differentiate=differentiate)
 
     def rows_in_chunks(
         self,
         batch: Mapping[str, Tensor],
-        size: int,
+        size: int | RowDivision,
         call: ModelCall | None = None,
         *,
         leaves_out_padding: bool = False,
+        shares: bool = False,
     ) -> ChunkedRows:
         """Return the chunks of a micro-batch. `ConfigError`: it cannot be cut.
 
         Args:
             batch: the micro-batch.
-            size: tokens of a chunk.
+            size: tokens of a chunk, or how processes divide its rows.
             call: calls the part of the model that holds the layers; None: the whole model.
             leaves_out_padding: as in `ChunkedRows`.
+            shares: as in `ChunkedRows`.
         """
         front = partial(self._chunk_front, call or self._logits)
         return ChunkedRows(
-            self.model, self.layers, front, batch, size, leaves_out_padding=leaves_out_padding
+            self.model,
+            self.layers,
+            front,
+            batch,
+            size,
+            leaves_out_padding=leaves_out_padding,
+            shares=shares,
         )
 
     def sequence_kinds(self) -> list[LayerKind]:
@@ -405,7 +418,12 @@ class Split:
             if call.choices is None
             else replayed(self.layers[index], index, self.experts_of(index), call.choices)
         )
-        with self.autocast(call.autocast), capture.routed(call.routers), inside, choosing:
+        adapted = (
+            nullcontext()
+            if call.adapter is None
+            else computing_with(call.adapter, [self.layers[index]])
+        )
+        with self.autocast(call.autocast), capture.routed(call.routers), inside, choosing, adapted:
             if graphs is not None and torch.is_grad_enabled() and not hidden.requires_grad:
                 # so that one graph serves all layers: the lowest needs none
                 hidden = hidden.detach().requires_grad_()

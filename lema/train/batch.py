@@ -214,9 +214,10 @@ def check_images(rows: Rows, config: LemaConfig) -> None:
     if config.packing:
         what = "the rows have images, whose positions a model counts anew for each row of a batch"
         raise ConfigError(what, where="packing", how="set it to false")
-    if config.sequence_chunk is not None:
-        what = "the rows have images, which a model puts among the tokens of a whole sequence"
-        raise ConfigError(what, where="sequence_chunk", how="leave it out")
+    for setting in ("sequence_chunk", "context_parallel_size"):
+        if getattr(config, setting) is not None:
+            what = "the rows have images, which a model puts among the tokens of a whole sequence"
+            raise ConfigError(what, where=setting, how="leave it out")
     if config.cache_frozen_prefix:
         what = "the rows have images, and what layers make of them is not kept between epochs"
         raise ConfigError(what, where="cache_frozen_prefix", how="set it to false")

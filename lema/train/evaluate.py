@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lema.backend import Replicas
+from lema.backend.group import share_of
 from lema.config import LemaConfig
 from lema.data.dataset import Rows
 from lema.data.mixture import Mixture
@@ -56,7 +57,8 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
                 measured = added(measured, measured_here(model))
     finally:
         module.train(was_training)
-    sums = replicas.exchange((total, tokens, measured))
+    # those that divide rows have each formed the loss of the whole rows
+    sums = replicas.exchange((total, tokens, measured))[:: model.num_dividing]
     total = sum(process_sums[0] for process_sums in sums)
     tokens = sum(process_sums[1] for process_sums in sums)
     loss = total / tokens
@@ -77,8 +79,9 @@ def passes_of_rows(
     turn.
     """
     batches = batches_of(dataset, config, padding, shuffle=False)
-    for first in range(0, batches.steps_per_epoch, replicas.size):
-        if (step := first + replicas.rank) >= batches.steps_per_epoch:
+    rank, size = share_of(replicas, config.context_parallel_size or 1)
+    for first in range(0, batches.steps_per_epoch, size):
+        if (step := first + rank) >= batches.steps_per_epoch:
             yield [], ""
             continue
         yield batches.micro_batches([step]), f"evaluation, rows {batches.rows(step)} of the data"

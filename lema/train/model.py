@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lema.backend import Backend
+from lema.backend.contextgroup import check_dividing
 from lema.backend.group import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
@@ -393,6 +394,7 @@ class LemaModel:
         from lema.train.trainer import LemaTrainer
 
         check_reference(self.config, self.reference)
+        check_dividing(self.backend.replicas, self.config.context_parallel_size)
         self.settle_tokens()
         adapter = self.adapter  # which settles what settings leave open
         adapter.add_router_loss(self.config, self.directory)

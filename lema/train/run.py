@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
+from lema.backend.contextgroup import check_dividing
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.compat import untested
 from lema.config import LemaConfig
@@ -126,13 +127,27 @@ def _prepare(model: LemaModel, out: Callable[[str], None]) -> None:
     """Attach the adapter, and let the tokens of a step be known; tell of processes and tokens."""
     replicas = model.backend.replicas
     if replicas.size > 1:
-        group_size = model.backend.parallel.size
+        dividing = model.config.context_parallel_size
+        group_size = dividing or model.backend.parallel.size
         participants = "each" if group_size == 1 else f"each {group_size} of them"
-        out(f"{replicas.num_processes} processes, {participants} with its share of every batch")
+        share = "its share of every batch"
+        if dividing == replicas.size:
+            participants = "each"
+            share = "its part of every row"
+        elif dividing is not None:
+            share += ", of which they divide the rows"
+        out(f"{replicas.num_processes} processes, {participants} with {share}")
+    check_dividing(replicas, model.config.context_parallel_size)
     model.initialize_lora()
+    leaves_chunk = model.config.sequence_chunk == "auto"
     if model.settle_tokens():
         tokens = model.config.tokens_per_step
         out(f"tokens_per_step: auto is {tokens:,}, from which reading is hidden behind computing")
+    if leaves_chunk:
+        model.allocation  # noqa: B018 - which chooses it
+        batch = model.planner.shape.micro_batch
+        chosen = "none, because they fit as they are" if batch.chunk is None else f"{batch.chunk:,}"
+        out(f"sequence_chunk: auto is {chosen}, for rows of {batch.length:,} tokens")
 
 
 def _about(model: LemaModel) -> Iterator[str]:

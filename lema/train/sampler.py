@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lema.backend import Replicas
+from lema.backend.group import share_of
 from lema.config import LemaConfig
 from lema.data import Batches
 from lema.data.dataset import Rows
@@ -29,14 +30,15 @@ class StepSampler:
         self._config = config
         self._per_step = config.gradient_accumulation_steps
         self._seed = config.seed if config.data_seed is None else config.data_seed
+        rank, size = share_of(replicas, config.context_parallel_size or 1)
         self._batches = batches_of(
             dataset,
             config,
             padding,
             seed=self._seed,
             shuffle=config.shuffle,
-            rank=replicas.rank,
-            size=replicas.size,
+            rank=rank,
+            size=size,
             # Where batches come again as they are, micro-batches do as well, because
             # `cache_frozen_prefix` knows them by what is in them, and is to change no number.
             separate_batches=not config.shuffle or config.batch_size == 1,

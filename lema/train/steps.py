@@ -115,7 +115,8 @@ def count_tokens(
     of a pass is a mean already), and how many are not padding; each gives its share of the rows."""
     shifted = model.objective is not None or model.shifts_labels
     here = trained_tokens(micro_batches, shifted=shifted), attended_tokens(micro_batches)
-    counted = model.backend.replicas.exchange(here)
+    # those that divide rows count the same ones
+    counted = model.backend.replicas.exchange(here)[:: model.num_dividing]
     trained = sum(count for count, _ in counted)
     return trained if model.objective is None else min(trained, 1), sum(
         tokens for _, tokens in counted

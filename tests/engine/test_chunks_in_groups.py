@@ -3,6 +3,7 @@ those of whole sequences to rounding, and each group is leased as often.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def compared(
             draw_b(model.lora_manager)
             assert model.memory.groups
             batches = micro_batches(3, padding=padding)
-            outcome, cost = counted(model, lambda: streamed_step(model, batches))
+            outcome, cost = counted(model, partial(streamed_step, model, batches))
             outcomes.append(outcome)
             costs.append(cost)
     expected, found = outcomes
@@ -63,6 +64,7 @@ def compared(
     return costs[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_step_is_that_of_whole_sequences_and_leases_as_often(
@@ -77,6 +79,7 @@ def test_a_step_is_that_of_whole_sequences_and_leases_as_often(
     assert leases == 2 * (num_layers + num_groups) - 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_next", "granitemoehybrid", "flex_olmo"])
 def test_types_whose_layers_differ(model_type: str, tmp_path: Path) -> None:
     """Sinks and windows; states and a shared expert; both kinds of layers; and a layer whose
@@ -90,6 +93,7 @@ def test_types_whose_layers_differ(model_type: str, tmp_path: Path) -> None:
     compared(write_model(config, tmp_path), within=10 * ROUNDING, experts_per_slot=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -69,6 +69,7 @@ LINES: Mapping[str, tuple[str, ...]] = {
         *("--rank", "2", "--output", "proof"),
     ),
     "report": ("{run}",),
+    "serve-learner": ("{model}", "--set", "device=cpu", "--max-length", "32", "--check"),
     "shard": ("{adapter}", "shards", "--tp", "2"),
     "watch": ("{run}", "--once"),
     "config show": ("{config}",),

@@ -122,8 +122,8 @@ def compared(
         model.close()
     expected, found = results
     assert_close(found, expected)
+    # not bytes: which layers a pass finds in their slots depends on how far readers have come
     assert counters[0].leases == counters[1].leases
-    assert counters[0].bytes_read == counters[1].bytes_read
     return found, counters[1]
 
 
@@ -165,6 +165,12 @@ def test_ways_to_train(
     kind: str, settings: dict[str, Any], arguments: dict[str, Any], gemma3: Path, tmp_path: Path
 ) -> None:
     compared(kind, gemma3, tmp_path, settings=settings, **{"max_steps": 3, **arguments})
+
+
+def test_the_loss_of_routers(tmp_path: Path) -> None:
+    directory = save("qwen3_moe", tmp_path / "model")
+    rows, _ = compared("sft", directory, tmp_path, max_steps=4, router_aux_loss_coef=0.5)
+    assert all("aux_loss" in row for row in rows if "loss" in row)
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])

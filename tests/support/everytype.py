@@ -280,7 +280,7 @@ def compare_ways(model_type: str, directory: Path, dtype: torch.dtype) -> dict[s
     found = {}
     name = str(dtype).removeprefix("torch.")
     with opened(published, dtype=name) as model:
-        whole = _whole(published, dtype, model.lora_manager)
+        whole = whole_in(published, dtype, model.lora_manager)
         if dtype is torch.float32:
             found["two micro-batches"] = farthest(
                 _streamed_step(model, *micro_batches()), _two(whole, model)
@@ -302,7 +302,7 @@ def farthest(one: Step, other: Step) -> float:
     return max(difference(one[0], other[0]), *logits, *gradients)
 
 
-def _whole(published: Path, dtype: torch.dtype, streamed: PeftModel) -> PeftModel:
+def whole_in(published: Path, dtype: torch.dtype, streamed: PeftModel) -> PeftModel:
     base = aligned(
         auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=dtype)
     )

@@ -36,11 +36,11 @@ GROUPS = {
     "Adapters": "adapter_name_or_path",
     "Memory": "device_memory host_memory experts_per_slot strategy gradient_checkpointing "
     "activation_offloading "
-    "boundary_activations offload_dir embeddings head towers prefetch_depth loss_chunk_tokens "
+    "boundary_activations offload_dir embeddings head towers tower_cache tower_cache_size prefetch_depth loss_chunk_tokens "
     "sequence_chunk "
     "page_locked cache_frozen_prefix",
     "Device and processes": "device tf32 deterministic torch_compile arithmetic shard_weights "
-    "tensor_parallel_size sequence_parallel",
+    "tensor_parallel_size sequence_parallel context_parallel_size",
     "What a run leaves": "output_dir save_steps",
 }
 LAST = "What a run leaves"

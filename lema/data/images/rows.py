@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from lema.data.images.processor import OF_TOKENS, OF_TYPES, ImageProcessor
@@ -106,6 +107,27 @@ class RowImages(Sequence[ImageRecord | None]):
         if isinstance(index, slice):
             return RowImages(self.records[index], self._processor, self._max_pixels)
         return self.records[index]
+
+    def before_answers(self, prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Return what the model is given besides tokens and mask where prompts are padded on the
+        left, because answers follow them; see `inputs`.
+
+        Args:
+            prompts: the tokens of each row.
+        """
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        for number, prompt in enumerate(prompts):
+            ids[number, : len(prompt)] = torch.tensor(prompt)
+        inputs = self.inputs(ids)
+        for name, value in inputs.items():
+            if OF_TYPES in name:
+                rows = [
+                    row.roll(width - len(prompt))
+                    for row, prompt in zip(value, prompts, strict=True)
+                ]
+                inputs[name] = torch.stack(rows)
+        return inputs
 
     @classmethod
     def joined(cls, parts: Sequence[RowImages | None]) -> RowImages | None:

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from lema.engine.generation.prefill import Prefill
 from lema.engine.head.pieces import PiecedHead
+from lema.engine.layers.call_chunks import named_arguments
 from lema.engine.layers.experts import call_in_groups
 from lema.model import Split
 from lema.stream import LayerStream, Lease
@@ -77,9 +80,11 @@ def streaming_forward(
     stream: LayerStream,
     keys_values: KeyValues = "device",
     head: PiecedHead | None = None,
+    prefill: Prefill | None = None,
 ) -> Iterator[None]:
     """Make the model's own forward lease each layer as it reaches it, and each piece of the head's
-    weight where it is leased in pieces, for the length of a `with` block."""
+    weight where it is leased in pieces, for the length of a `with` block. With a `prefill` long
+    prompts go through the layers in chunks."""
 
     def product(pieces: PiecedHead, inputs: Tensor) -> Tensor:
         logits = []
@@ -91,10 +96,35 @@ def streaming_forward(
     stream.cancel()
     in_pieces = nullcontext() if head is None else head.standing_in(partial(product, head))
     try:
-        with split.replaced(leased_forwards(split, stream, keys_values)), in_pieces:
+        with (
+            split.replaced(leased_forwards(split, stream, keys_values)),
+            in_pieces,
+            nullcontext() if prefill is None else _long_prompts(split, prefill),
+        ):
             yield
     finally:
         stream.cancel()
+
+
+@contextmanager
+def _long_prompts(split: Split, prefill: Prefill) -> Iterator[None]:
+    """Have long prompts go through the layers in chunks in a `with` block."""
+    owner: Any = split.model.get_submodule(split.layers_name.rpartition(".")[0])
+    forward = owner.forward
+    parameters = signature(forward)
+
+    @wraps(forward)
+    def in_chunks(*args: Any, **kwargs: Any) -> Any:
+        arguments = named_arguments(parameters, args, kwargs)
+        if not prefill.takes(arguments):
+            return forward(*args, **kwargs)
+        return prefill.run(forward, arguments)
+
+    owner.forward = in_chunks
+    try:
+        yield
+    finally:
+        del owner.forward
 
 
 def layer_caches(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -24,6 +24,7 @@ from lema.data.chat.tokens import to_continue
 from lema.data.files import Row
 from lema.data.forms import check_ids
 from lema.engine.generation.forward import KeyValues, streaming_forward
+from lema.engine.generation.prefill import Prefill
 from lema.engine.generation.stopping import Generated, StopCriteria
 from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError, DataError, LemaError, ModelError
@@ -57,11 +58,15 @@ def complete(
     keys_values: KeyValues = "device",
     on_token: Callable[[int], object] = lambda _: None,
     head: PiecedHead | None = None,
+    prefill: Prefill | None = None,
+    more: Mapping[str, Tensor] | None = None,
 ) -> list[Generated]:
     """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one
     for each. `generation_config` has the settings of generation that came with the model, if any
     did; `options` are those of `transformers`' `generate`. `on_token` is called after each token
-    with how many texts got one, of beams it is not. `DataError`: there is no prompt, or one has no
+    with how many texts got one, of beams it is not. `prefill`: takes long prompts through the
+    layers in chunks; None: prompts go at once. `more`: what the model is given besides tokens, as
+    pixels are, with which prompts go at once. `DataError`: there is no prompt, or one has no
     tokens, or one that the model has no row for. `ConfigError`: an option is none that
     `transformers` knows, or a text is to stop at an empty string; `ModelError`: the model's own
     code fails."""
@@ -87,7 +92,7 @@ def complete(
         settings.stop_strings = strings or None
         extra_options["tokenizer"] = tokenizer
     criteria = StoppingCriteriaList(user_criteria if beams else [*user_criteria, stopping])
-    inputs = _padded(prompts, settings.pad_token_id)
+    inputs = {**_padded(prompts, settings.pad_token_id), **(more or {})}
     # Not of any parameter, because those of the layers are on no device between leases.
     device = next(
         parameter.device for parameter in split.model.parameters() if not parameter.is_meta
@@ -100,7 +105,7 @@ def complete(
             reported,
             torch.no_grad(),
             split.autocast(),
-            streaming_forward(split, stream, keys_values, head),
+            streaming_forward(split, stream, keys_values, head, prefill if more is None else None),
         ):
             sequences: Tensor = cast(Any, split.model).generate(
                 **{name: tensor.to(device) for name, tensor in inputs.items()},

@@ -159,6 +159,7 @@ def router_loss_of(
         f"objective: {config.objective}": config.objective != "sft",
         "torch_compile": config.torch_compile,
         "cache_frozen_prefix": config.cache_frozen_prefix,
+        "context_parallel_size": config.context_parallel_size is not None,
         "tensor_parallel_size": num_parts > 1,
         f"device: {config.device}": split.lazy,
     }

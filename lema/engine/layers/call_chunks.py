@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import Signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lema.compat import cache_argument
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.flow import Prelude
@@ -23,13 +23,23 @@ from lema.model.sequence.cache import refusal
 from lema.model.sequence.chunks import EMBEDDINGS, IDS, MASK, POSITIONS, ChunkedRows
 from lema.model.state.hooks import hooks_of
 
-__all__ = ["CallChunks", "check_hooks"]
+__all__ = [
+    "CACHES",
+    "CallChunks",
+    "autocast_dtype",
+    "check_hooks",
+    "named_arguments",
+    "shape_of",
+]
 
 # Borders of rows in a pack, which its positions say as well. They are for kernels that compute
 # attention within rows, and for layers that keep a state.
 BORDERS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+NUMBERS = "cache_position"  # of the tokens, which earlier releases of transformers pass
 BY_TOKEN = (IDS, EMBEDDINGS, MASK, POSITIONS)
 CACHE_OPTION = "use_cache"
+# what models call their keys and values, from transformers 5.24 on and before
+CACHES = ("cache", "past_key_values")
 
 
 class CallChunks:
@@ -40,7 +50,7 @@ class CallChunks:
         forward: that of the module that holds the layers.
         arguments: of it, by name.
         size: tokens of a chunk.
-        ambient: the dtype of products where the model is called; None: none is set.
+        device: of the model.
 
     Raises:
         ConfigError: it has arguments that may belong to the whole sequence.
@@ -52,21 +62,23 @@ class CallChunks:
         forward: Callable[..., Any],
         arguments: Mapping[str, Any],
         size: int,
-        ambient: torch.dtype | None = None,
+        device: torch.device,
     ) -> None:
         self._split = split
         self._forward = forward
         self._size = size
-        self._ambient = ambient
+        self._device = device.type
+        self._ambient = autocast_dtype(device.type)
         given = {name: value for name, value in arguments.items() if value is not None}
         self._batch: dict[str, Tensor] = {
             name: given[name] for name in BY_TOKEN if isinstance(given.get(name), Tensor)
         }
         if POSITIONS in self._batch and not any(kind.num_states for kind in split.sequence_kinds()):
             given = {name: value for name, value in given.items() if name not in BORDERS}
-        name = cache_argument(split.model.base_model)
         self._options = {
-            key: value for key, value in given.items() if key not in (*self._batch, name)
+            name: value
+            for name, value in given.items()
+            if name not in (*self._batch, *CACHES, NUMBERS)
         }
         table = split.model.get_input_embeddings()
         owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
@@ -76,16 +88,21 @@ class CallChunks:
             if isinstance(value, Tensor) and value.dim():
                 raise refusal(f"the model is given {key}, which may belong to the whole sequence")
 
-    @property
-    def rows(self) -> ChunkedRows:
-        """The chunks of the rows that the call has; padding that all rows share is in none."""
+    def rows(self, *, leaves_out_padding: bool, shares: bool) -> ChunkedRows:
+        """Return the chunks of the call's rows; the arguments are those of `ChunkedRows`."""
         return self._split.rows_in_chunks(
-            self._batch, self._size, self._call, leaves_out_padding=True
+            self._batch,
+            self._size,
+            self._call,
+            leaves_out_padding=leaves_out_padding,
+            shares=shares,
         )
 
-    def prelude(self, *, differentiate: bool) -> Prelude:
-        """Run the model's own code before the layers."""
-        return self.rows.prelude(differentiate=differentiate)
+    def prelude(self, *, differentiate: bool, shares: bool) -> Prelude:
+        """Run the model's own code before the layers; padding that all rows share is in no
+        chunk. `shares`: as in `ChunkedRows`."""
+        rows = self.rows(leaves_out_padding=True, shares=shares)
+        return rows.prelude(differentiate=differentiate)
 
     def finish(self, hidden: Tensor) -> Any:
         """Return what the module makes of the last layer's output, `[rows, sequence, hidden]`."""
@@ -102,10 +119,33 @@ class CallChunks:
 
     def _call(self, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> Any:
         # said again, because calls are made again in the backward, where nothing is set
-        device = self._split.model.device.type
         enabled = self._ambient is not None
-        with torch.autocast(device, dtype=self._ambient, enabled=enabled):
+        with torch.autocast(self._device, dtype=self._ambient, enabled=enabled):
             return self._forward(**{**self._options, **batch, **options})
+
+
+def named_arguments(
+    signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name, those that are named by no parameter as well."""
+    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    return arguments
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype of products on a type of device; None: none is set."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def shape_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many rows a call has, and how many tokens each has."""
+    ids: Tensor | None = arguments.get(IDS)
+    tokens: Tensor = arguments[EMBEDDINGS] if ids is None else ids
+    num_rows, width = tokens.shape[:2]
+    return num_rows, width
 
 
 def check_hooks(hooks: object) -> None:

@@ -106,6 +106,7 @@ def _check_in_chunks(engine: Engine, call: ChunkedCall, run: RunLayer) -> None:
                 raise
             raise refusal(f"layer {number} does not run on a chunk: {error}") from error
     engine.backend.set_rng_state(drawn)
+    call.rows.note_states(number, states.handed_on)
     if not goes_on:
         raise refusal(f"layer {number} does not go on from the state that a chunk has left")
     errors = (difference - expected).float().norm(dim=-1)

@@ -15,8 +15,6 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from lema.engine.engine import Engine
@@ -26,37 +24,12 @@ from lema.engine.layers.layer import Layer
 from lema.engine.layers.rows import Calls, Rows
 from lema.engine.step_inputs import StepInputs
 from lema.model.flow import LayerCall
+from lema.model.layers.adapters import computing_with
 from lema.stream import Lease
 
-__all__ = ["ReferenceRows", "StartingAdapter", "computing_with", "reference_rows_of"]
+__all__ = ["ReferenceRows", "StartingAdapter", "reference_rows_of"]
 
 Batches: TypeAlias = Sequence[Mapping[str, Tensor]]
-
-
-@contextmanager
-def computing_with(name: str | None, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have modules compute with the adapter of this name, or without any (None), in a `with` block,
-    in which no gradient is formed. PEFT's own `set_adapter` and `disable_adapter` also say of every
-    adapter whether it trains, by which the engine goes."""
-    wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    wrapped = [
-        submodule
-        for module in modules
-        for submodule in module.modules()
-        if isinstance(submodule, wrappers)
-    ]
-    before = [(wrapper._disable_adapters, wrapper._active_adapter) for wrapper in wrapped]
-    try:
-        for wrapper in wrapped:
-            if name is None:
-                wrapper._disable_adapters = True
-            else:
-                wrapper._active_adapter = [name]
-        yield
-    finally:
-        for wrapper, (disabled, active) in zip(wrapped, before, strict=True):
-            wrapper._disable_adapters = disabled
-            wrapper._active_adapter = active
 
 
 def as_reference(

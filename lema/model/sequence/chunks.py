@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -24,6 +24,8 @@ from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in
 from lema.model.flow import LayerCall, Prelude
 from lema.model.sequence.blockmask import block_masks
 from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
+from lema.model.sequence.divided_states import DividedStates
+from lema.model.sequence.division import RowDivision
 from lema.model.sequence.masks import (
     asks_for_packs,
     numbers_of_rows,
@@ -31,7 +33,7 @@ from lema.model.sequence.masks import (
     rotary_of_length,
     tables_by_length,
 )
-from lema.model.sequence.states import Span
+from lema.model.sequence.states import ChunkStates, Span
 from lema.model.state.hooks import is_hooked
 
 __all__ = [
@@ -96,6 +98,15 @@ def tokens_inside(mask: Tensor) -> Span:
     return Span(max(0, min(first, last - 1)), last + 1)
 
 
+def shared_tokens(batch: Mapping[str, Tensor]) -> int:
+    """Return with how many tokens all rows of a micro-batch begin, padding among them; 0: they have
+    no ids, or share nothing."""
+    if IDS not in batch or len(batch[IDS]) == 1:
+        return 0
+    alike = torch.stack([(tensor == tensor[:1]).all(dim=0) for tensor in batch.values()])
+    return int(alike.all(dim=0).cumprod(dim=0).sum())
+
+
 def most_of_calls(hidden_bytes: int) -> int:
     """Return the bytes of a micro-batch's calls, up to which these are kept for the backward.
 
@@ -114,12 +125,15 @@ class ChunkedRows:
         front: runs it up to them.
         batch: `input_ids`, `[rows, sequence]`, or `inputs_embeds`, `[rows, sequence, hidden]`, and
             what else the model takes.
-        size: tokens of a chunk.
+        size: tokens of a chunk; or how processes divide the rows, of which this one has some
+            chunks.
         leaves_out_padding: whether tokens that are padding in all rows, before all others or after
             them, are in no chunk. What is made of them is zero.
+        shares: whether tokens with which all rows begin are computed for the first row alone.
 
     Attributes:
         spans: the chunks.
+        parts: where they lie in the hidden states that this process has.
         length: tokens of the sequence.
         cache: with which they are called.
 
@@ -133,9 +147,10 @@ class ChunkedRows:
         layers: nn.ModuleList,
         front: Front,
         batch: Mapping[str, Tensor],
-        size: int,
+        size: int | RowDivision,
         *,
         leaves_out_padding: bool = False,
+        shares: bool = False,
     ) -> None:
         self._model = model
         self._layers = layers
@@ -148,7 +163,19 @@ class ChunkedRows:
         inside = Span(0, self.length)
         if leaves_out_padding and MASK in batch:
             inside = tokens_inside(batch[MASK])
-        self.spans = spans_of(inside.stop, size, inside.start)
+        self._division = None if isinstance(size, int) else size
+        self._fork = 0
+        if isinstance(size, int):
+            shared = shared_tokens(self._batch) if shares else 0
+            if size <= shared - inside.start and shared < inside.stop - 1:
+                self._fork = shared
+            self.spans = spans_of(self._fork, size, inside.start) if self._fork else []
+            self.spans += spans_of(inside.stop, size, self._fork or inside.start)
+            self.parts = self.spans
+        else:
+            self.spans = size.of(self.length).spans
+            ends = [*accumulate((span.stop - span.start for span in self.spans), initial=0)]
+            self.parts = [Span(start, stop) for start, stop in pairwise(ends)]
         kinds = kinds_of(DynamicCache(config=model.config).layers, len(layers))
         self.cache = SequenceCache(kinds, inside.start)
         positions = batch.get(POSITIONS)
@@ -158,6 +185,7 @@ class ChunkedRows:
         self._tables = tables_by_length(model, layers)
         self._calls: list[tuple[LayerCall, ...] | None] = [None] * len(self.spans)
         self._hidden_bytes = 0
+        self._kept: list[ChunkStates] | None = None
 
     def prelude(self, *, differentiate: bool = False) -> Prelude:
         """Run the model up to its layers, chunk after chunk; return the hidden state of the whole
@@ -167,7 +195,7 @@ class ChunkedRows:
         embeddings = self._embeddings(differentiate=differentiate)
         for chunk in range(len(self.spans)):
             front = self.front(chunk, embeddings, differentiate=differentiate)
-            states.append(front.hidden)
+            states.append(front.hidden.expand(len(self._tokens), *front.hidden.shape[1:]))
             self._hidden_bytes += front.hidden.nbytes
             self._calls[chunk] = front.calls
             if self._call_bytes() > most_of_calls(self._hidden_bytes):
@@ -175,13 +203,40 @@ class ChunkedRows:
                 self._calls = [None] * len(self.spans)
         hidden = torch.cat(states, dim=1)
         outside = (0, 0, self.spans[0].start, self.length - self.spans[-1].stop)
-        if any(outside):
+        if any(outside) and self._division is None:
             hidden = pad(hidden, outside)
         calls = tuple(
             ChunkedCall((), {}, hidden_is_keyword=False, rows=self, number=number)
             for number in range(len(self._layers))
         )
         return Prelude(hidden, calls)
+
+    def rows_of(self, chunk: int) -> slice:
+        """Return the rows for which a chunk is computed: the first one, if all have its tokens."""
+        return slice(1) if self.spans[chunk].stop <= self._fork else slice(None)
+
+    def states(self, number: int) -> ChunkStates:
+        """Return what takes the states of a layer through which the chunks are to go."""
+        division = self._division
+        if division is None:
+            states = ChunkStates(self.spans[-1].stop, self._fork, len(self._tokens))
+        else:
+            names = division.states.get(number, ())
+            row = division.of(self.length)
+            states = DividedStates(row, division, names, self._tokens.device)
+        if self._kept is not None:
+            self._kept.append(states)
+        return states
+
+    def note_states(self, number: int, names: Sequence[str]) -> None:
+        """Note which states a layer hands from chunk to chunk."""
+        if self._division is not None:
+            self._division.note_states(number, names)
+
+    def keep_states(self) -> list[ChunkStates]:
+        """Return a list to which the states of each layer are added from now on."""
+        self._kept = []
+        return self._kept
 
     def call(self, number: int, chunk: int) -> LayerCall:
         """Return the call of a layer on a chunk."""
@@ -209,9 +264,11 @@ class ChunkedRows:
 
     def sample(self, length: int, size: int) -> tuple[Prelude, ChunkedRows]:
         """Return what the model makes of the first `length` tokens up to its layers, and the same
-        tokens in chunks of `size`. If there is a mask, the first `PADDING` of them are padding.
-        Nothing is left behind."""
+        tokens in chunks of `size`. Fewer are repeated. If there is a mask, the first `PADDING` of
+        them are padding. Nothing is left behind."""
         tokens = self._tokens[:1, :length].detach()
+        repeats = -(-length // tokens.shape[1])
+        tokens = tokens.repeat(1, repeats, *[1] * (tokens.dim() - 2))[:, :length]
         batch = {self._name: tokens}
         if self.masked:
             batch[MASK] = tokens.new_ones(tokens.shape[:2], dtype=torch.long)
@@ -251,7 +308,7 @@ class ChunkedRows:
                 stack.enter_context(context)
             try:
                 front = self._front(
-                    self._cut(span, embeddings),
+                    self._cut(span, self.rows_of(chunk), embeddings),
                     self.cache,
                     differentiate=differentiate,
                     again=again,
@@ -277,14 +334,14 @@ class ChunkedRows:
             attention = self._model.config.get_text_config()._attn_implementation
             yield packed_rows(attention, positions, self._numbers)
 
-    def _cut(self, span: Span, embeddings: Tensor | None) -> dict[str, Tensor]:
+    def _cut(self, span: Span, rows: slice, embeddings: Tensor | None) -> dict[str, Tensor]:
         """Return a chunk's part of what the model takes. A mask is of all tokens up to its end."""
         batch = self._batch
         if embeddings is not None:
             batch = {name: tensor for name, tensor in batch.items() if name != IDS}
             batch[EMBEDDINGS] = embeddings
         return {
-            name: tensor[:, : span.stop] if name == MASK else tensor[:, span.slice]
+            name: tensor[rows, : span.stop] if name == MASK else tensor[rows, span.slice]
             for name, tensor in batch.items()
         }
 
@@ -310,6 +367,11 @@ class ChunkedCall(LayerCall):
     def spans(self) -> Sequence[Span]:
         """The chunks."""
         return self.rows.spans
+
+    @property
+    def parts(self) -> Sequence[Span]:
+        """Where they lie in the hidden state."""
+        return self.rows.parts
 
     @property
     def cache(self) -> SequenceCache:

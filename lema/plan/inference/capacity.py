@@ -67,7 +67,12 @@ def plan_texts(
     computes depends on values.
     """
     sized = text_bytes(
-        planner.blueprint.model, planner.blueprint.layers, prompt, new, planner.blueprint.parallel
+        planner.blueprint.model,
+        planner.blueprint.layers,
+        prompt,
+        new,
+        planner.blueprint.parallel,
+        planner.config.sequence_chunk,
     )
     allocate = _allocator(planner, current_allocation)
     shared = planner.machine_state.machine.shared
@@ -134,7 +139,12 @@ def plan_rows(
     computes depends on values.
     """
     sized = text_bytes(
-        planner.blueprint.model, planner.blueprint.layers, length, 1, planner.blueprint.parallel
+        planner.blueprint.model,
+        planner.blueprint.layers,
+        length,
+        1,
+        planner.blueprint.parallel,
+        planner.config.sequence_chunk,
     )
     config = planner.blueprint.model.config.get_text_config()
     row = STATES * length * config.hidden_size * planner.blueprint.model.dtype.itemsize

@@ -14,6 +14,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import ALL_CACHE_NAMES
 
@@ -29,6 +30,9 @@ from lema.stream.placement import LayerBytes
 __all__ = ["TextBytes", "text_bytes"]
 
 MEASURED = 2  # rows; each of a batch takes the same
+FEW = 2  # tokens
+# of a prompt in chunks: before a layer, after it, and what is made of that
+STATES = 3
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ def text_bytes(
     prompt: int,
     new: int,
     parallel: Parallel | None = None,
+    chunk: int | None = None,
 ) -> TextBytes:
     """Run a prompt, and then the last token, through the model, on tensors without values; return
     what rows take.
@@ -67,7 +72,8 @@ def text_bytes(
     Of layers that cost alike and keep alike one is run for all. The model, with the decoder layers'
     weights on `meta`, is left as it was. A row has `prompt` tokens, padding among them, and `new`
     ones are made. `parallel` are the processes that its layers have been divided among; None: they
-    are whole. Raises `ModelError` where what the model computes depends on values.
+    are whole. Prompts go through each layer `chunk` tokens at a time; None: at once. Raises
+    `ModelError` where what the model computes depends on values.
     """
     split = Split(model, load("cpu"), parallel=parallel)
     failure = None
@@ -78,7 +84,7 @@ def text_bytes(
         model.eval()
         for kinds in (alike, distinct):
             try:
-                return _measured(split, layers, kinds, prompt, new)
+                return _measured(split, layers, kinds, prompt, new, chunk)
             except (*VALUES_NEEDED, *PASSED_THROUGH_THE_MODEL, LemaError) as error:
                 failure = error
     raise ModelError(
@@ -89,13 +95,21 @@ def text_bytes(
 
 
 def _measured(
-    split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...], prompt: int, new: int
+    split: Split,
+    layers: Sequence[LayerBytes],
+    kinds: tuple[int, ...],
+    prompt: int,
+    new: int,
+    chunk: int | None,
 ) -> TextBytes:
     runs = _Runs(split, layers, kinds)
     with split.replaced([runs.of(index) for index in range(split.num_layers)]):
-        with runs.tallied() as tally:
-            runs.forward(prompt)
-        first = tally.peak + runs.uncounted_bytes
+        if chunk is not None and prompt > chunk:
+            first = runs.last_chunk(prompt, chunk)
+        else:
+            with runs.tallied() as tally:
+                runs.forward(prompt)
+            first = tally.peak + runs.uncounted_bytes
         with runs.tallied() as tally:
             cache = runs.forward(prompt + new - 1)
             # Where the model has no cache of layers, all that is left is what it keeps.
@@ -119,6 +133,8 @@ class _Runs:
         # they are views of.
         self.cache_bytes = self.uncounted_bytes = 0
         self.largest = 0  # of one layer
+        self._state_bytes = 0  # of a token's hidden state, of all rows
+        self._most_keys = 0  # bytes of one layer's keys and values
 
     def tallied(self) -> Tally:
         """Return a tally that counts no weight."""
@@ -131,7 +147,8 @@ class _Runs:
     def of(self, index: int) -> Callable[..., Any]:
         """Return what stands for a layer's forward."""
 
-        def run(*args: object, **kwargs: object) -> object:
+        def run(*args: Any, **kwargs: Any) -> object:
+            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
             cache_layers = layer_caches(index, args, kwargs)
             alike = (
                 self._kinds[index],
@@ -156,9 +173,28 @@ class _Runs:
             self.cache_bytes = self.cache_bytes + nbytes
             self.largest = max(self.largest, nbytes)
             self._outputs[alike] = (output, nbytes, storage_bytes)
+            self._state_bytes = hidden.nbytes // hidden.shape[1]
+            keys = [getattr(layer, "keys", None) for layer in layer_caches(index, args, kwargs)]
+            of_keys = sum(2 * each.nbytes for each in keys if each is not None)
+            self._most_keys = max(self._most_keys, of_keys)
             return output
 
         return run
+
+    def last_chunk(self, prompt: int, chunk: int) -> int:
+        """Return the most alive at once while a prompt goes through one layer after the other in
+        chunks: at the last chunk of it in the last layer."""
+        self.forward(FEW)
+        keys_of_token = self._most_keys // FEW
+        with self.tallied() as tally:
+            cache = self.forward(prompt - chunk)
+            before = tally.restart_peak()
+            self.forward(chunk, prompt, cache)
+            working_bytes: int = tally.peak - before
+            kept: int = self.cache_bytes
+        # The layer at work has keys and values of all tokens twice for a moment, when they go into
+        # the cache, also where that keeps those of a window.
+        return kept + working_bytes + prompt * (2 * keys_of_token + STATES * self._state_bytes)
 
     def forward(
         self, tokens: int, so_far: int | None = None, cache: dict[str, Any] | None = None

@@ -54,6 +54,14 @@ def worst(replicas: Replicas, loss: float) -> float:
     )
 
 
+def of_row(model: StreamedModel, value: Any) -> list[Any]:
+    """Return the plain data of all processes that divide rows with this one, each of which calls
+    this.
+    """
+    division = model.division
+    return [value] if division is None else division.group.exchange(value)
+
+
 def non_finite_loss(
     model: StreamedModel, micro_batches: Sequence[Mapping[str, Any]], value: float, where: str
 ) -> NonFiniteError:
@@ -96,20 +104,24 @@ def first_non_finite(
         if first is None and not all(bool(state.isfinite().all()) for state in hidden):
             first = index
             # else others go through all layers too
-            if not model.stream.sharded and backend.parallel.size == 1:
+            if not model.meets and backend.parallel.size == 1:
                 break
-    if (first := _lowest(backend.replicas, first)) is None:
+    if (first := _lowest(model, first)) is None:
         if model.head is None:
             finite = all(bool(split.head(state).isfinite().all()) for state in hidden)
         else:
             finite = model.head.finite(model.stream.lease, hidden)
-        first = _lowest(backend.replicas, None if finite else len(names) - 1)
+        first = _lowest(model, None if finite else len(names) - 1)
     return None if first is None else names[first]
 
 
-def _lowest(replicas: Replicas, index: int | None) -> int | None:
+def _lowest(model: StreamedModel, index: int | None) -> int | None:
+    everywhere = model.backend.replicas.of_copy(index)
+    if model.division is not None:
+        # each has looked at its part of the rows
+        everywhere = of_row(model, index)
     return min(
-        (part_index for part_index in replicas.of_copy(index) if part_index is not None),
+        (part_index for part_index in everywhere if part_index is not None),
         default=None,
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lema.engine import StreamedModel
 from lema.errors import NonFiniteError
 from lema.model.state.model import Mark
-from lema.train.health.nonfinite import first_non_finite_gradient, non_finite_loss
+from lema.train.health.nonfinite import first_non_finite_gradient, non_finite_loss, of_row
 
 __all__ = ["StepGuard"]
 
@@ -105,7 +105,7 @@ class StepGuard:
         """Return the error of the last pass, `mine` being this process's part of `value`; all
         processes call this.
         """
-        if math.isfinite(mine):
+        if all(map(math.isfinite, of_row(self._model, mine))):
             self._model.join_idle(training=False)  # while the other looks for the layer
             return NonFiniteError(
                 f"the loss is {value}", where=f"{location}; it comes from another process"
@@ -123,7 +123,7 @@ class StepGuard:
         stream = self._model.stream
         began = None
         # else other processes run all passes too
-        alone = not stream.sharded and backend.parallel.size == 1
+        alone = not self._model.meets and backend.parallel.size == 1
         stream.cancel()  # leases announced for the next step
         drop_gradients()
         for run in self._passes:

@@ -116,6 +116,12 @@ def streamed(
         host_memory=host_memory,
         **settings,
     )
+    if config.context_parallel_size is not None:
+        raise ConfigError(
+            "a trainer's own forward does not divide rows over processes",
+            where="context_parallel_size",
+            how="leave it out, or train with lema",
+        )
     if num_labels is not None and task != SCORES:
         how = f'leave it out, or set task_type="{SCORES}" in the LoraConfig'
         raise ConfigError(
@@ -126,8 +132,7 @@ def streamed(
     try:
         opened.keep_whole(lambda _: False, "the trainer's own code runs it")
         _attach(opened, peft_config, task)
-        if opened.outer.tower_layers is not None:
-            opened.outer.tower_layers.check_frozen()
+        opened.outer.check_frozen()
         opened.allocation  # noqa: B018 - now, because limits that are too small should be known before any data is read
         _have_routers_asked(opened)
     except BaseException:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lema.engine.layers.reference_rows import computing_with
+from lema.model.layers.adapters import computing_with
 from lema.train.hf.peftmodel import StreamedPeftModel
 from lema.train.reference import REFERENCE
 

@@ -27,11 +27,14 @@ from transformers import (
 from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.data.files import Row
+from lema.data.images.rows import RowImages
 from lema.data.prompts import fitting, prompt_ids, read_prompts, written
 from lema.data.row_forms import PromptForm
 from lema.engine import complete
-from lema.engine.generation import Finish, KeyValues, checked, encoded
+from lema.engine.engine import Engine
+from lema.engine.generation import Finish, KeyValues, Prefill, checked, encoded
 from lema.engine.head.pieces import PiecedHead
+from lema.engine.layers.chunked import check_cuts
 from lema.errors import ConfigError, ModelError
 from lema.model import Split
 from lema.model.files import ModelFiles
@@ -232,6 +235,7 @@ def completions(
     batch_size: int,
     options: Mapping[str, Any],
     *,
+    images: Sequence[RowImages | None] | None = None,
     keys_values: KeyValues = "device",
     seed: int | None = None,
     done: Collection[int] = (),
@@ -241,8 +245,8 @@ def completions(
 
     The `options` are of `transformers`' `generate`, and `stop_strings`. Each batch begins with the
     `seed` and its own number; None: random numbers go on where they are. Prompts that are `done`
-    need no text; a batch of such alone is left out, and no other batch changes by it. `on_token` is
-    called after each token with how many texts got one.
+    need no text; a batch of such alone is left out, and no other batch changes by it. `images` are
+    those of each prompt; they are decoded when their batch begins. `on_token` is called after each token with how many texts got one.
 
     Raises `DataError` of no prompt, or one without tokens; `ConfigError` of an option, or where
     rows are divided.
@@ -250,12 +254,15 @@ def completions(
     _same_generators(model)
     several = int(options.get("num_return_sequences") or 1)
     strings = options.get("stop_strings") or ()
+    prefill = _prefill_of(model, keys_values)
     for number, rows in enumerate(batches_of(prompts, batch_size)):
         if all(index in done for index in rows):
             continue
         if seed is not None:
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
+        of_rows = None if images is None else RowImages.joined([images[index] for index in rows])
+        more = None if of_rows is None else of_rows.before_answers(ids)
         arguments = (
             model.split,
             model.memory,
@@ -269,7 +276,12 @@ def completions(
             model.directory / "generation_config.json", *WRONG_SETTINGS, WRONG_VALUES
         ):
             continuations = complete(
-                *arguments, keys_values=keys_values, on_token=on_token, head=model.head_in_pieces()
+                *arguments,
+                keys_values=keys_values,
+                on_token=on_token,
+                head=model.head_in_pieces(),
+                prefill=prefill,
+                more=more,
             )
         yield [
             Completion(
@@ -286,6 +298,17 @@ def completions(
             for position, continuation in enumerate(continuations)
             if rows[position // several] not in done
         ]
+
+
+def _prefill_of(model: TextModel, keys_values: KeyValues) -> Prefill | None:
+    """Return what takes long prompts through the layers in chunks; None: they go at once."""
+    size = model.config.sequence_chunk
+    if size is None:
+        return None
+    engine = Engine(model.split, model.memory, model.backend)
+    check_cuts(engine)
+    head = model.head_in_pieces()
+    return Prefill(engine, size, offloads=keys_values == "host", head=head)
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], strings: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lema.backend.contextgroup import join_context
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.head.loss import CHUNK_TOKENS
@@ -22,6 +23,7 @@ from lema.engine.layers.reference_rows import StartingAdapter
 from lema.engine.layers.saving import Activations
 from lema.engine.optim import training_bytes
 from lema.model.outer_weights import ExpertParts, expert_parts
+from lema.model.sequence.division import RowDivision
 from lema.plan import Allocation
 from lema.plan.advice import advise
 from lema.plan.allocate import whether_recomputed
@@ -183,6 +185,8 @@ class MemoryUse:
         config = self._config
         allocation = self.allocation
         warn_of_no_use(config, shared=backend.memory().shared, lazy=opened.split.lazy)
+        chunk = config.sequence_chunk
+        chunk = self.planner.shape.micro_batch.chunk if chunk == "auto" else chunk
         recompute = whether_recomputed(config)
         loss = loss_settings_of(config, backend.replicas.size)
         if loss.objective is not None:
@@ -193,7 +197,7 @@ class MemoryUse:
             stream.trace,
             recompute=allocation.recompute if recompute is None else recompute,
             # none where sequences go through layers in chunks, which have no graph to keep
-            saved=allocation.saved if config.sequence_chunk is None else (),
+            saved=allocation.saved if chunk is None and not config.cuts_sequences else (),
             products=allocation.products,
             saved_on=allocation.saved_on,
             boundaries=allocation.boundaries,
@@ -212,8 +216,20 @@ class MemoryUse:
             advise=partial(advise, self.planner, allocation),
             loss=loss,
             reference=self._reference,
-            sequence_chunk=config.sequence_chunk,
+            sequence_chunk=chunk,
+            division=self._division(chunk),
         )
+
+    def _division(self, chunk: int | None) -> RowDivision | None:
+        """Return how processes divide rows; None: each has rows of its own, as one that is alone
+        has, which may generate and evaluate so.
+        """
+        config = self._config
+        size = config.context_parallel_size
+        replicas = self._opened.backend.replicas
+        if size is None or replicas.num_processes == 1:
+            return None
+        return RowDivision(join_context(replicas, size), chunk)
 
 
 def planner_of_opened(

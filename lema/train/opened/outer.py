@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from transformers import PreTrainedModel
 
@@ -12,11 +13,13 @@ from lema.config import LemaConfig
 from lema.engine.head.cut import HeadCut, open_embed_head
 from lema.errors import ConfigError
 from lema.model import Split
-from lema.model.outer_weights import StoredTensors, load_outside
+from lema.model.outer_weights import StoredTensors, load_outside, load_towers, towers_layout
 from lema.model.partition import local_records
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_towers
 from lema.model.towers import check_towers, close_towers, open_towers
+from lema.model.towers.cached import CachedTowers
+from lema.model.towers.identity import open_store, towers_identity
 from lema.model.towers.stacks import slot_bytes, stack_bytes, streams_towers, tower_stacks
 from lema.train.opened.towers import TowerLayers
 
@@ -44,6 +47,7 @@ class OuterWeights:
         closed_towers: those of them that are not loaded, because the settings ask for text alone. A
             call of one is refused.
         tower_layers: the layers of towers, where these stream; None: they do not.
+        cached_towers: the towers whose outputs are kept on disk; None: they are not.
         divided: whether the processes that hold the model together have divided it.
 
     Raises:
@@ -72,7 +76,9 @@ class OuterWeights:
         if config.modalities != "text":
             check_towers(skeleton, towers, stored.records, backend.parallel)
         stacks = tower_stacks(skeleton, towers) if streams_towers(config) else {}
-        elsewhere = [*self.closed_towers, *stacks]
+        self.cached_towers: CachedTowers | None = None
+        cached = towers if config.tower_cache is not False else []
+        elsewhere = [*self.closed_towers, *stacks, *cached]
         self.nbytes = load_outside(skeleton, stored, layers_name, unloaded, elsewhere)
         self.tower_layers: TowerLayers | None = None
         if streams_towers(config) and towers and not stacks:
@@ -86,7 +92,25 @@ class OuterWeights:
             close_towers(skeleton, towers)
         else:
             open_towers(skeleton, towers)
+        if cached:
+            self.nbytes += towers_layout(skeleton, stored, cached, stacks)[1].nbytes
+            self.cached_towers = CachedTowers(
+                skeleton,
+                cached,
+                open_store(config),
+                towers_identity(skeleton, cached, stored, config),
+                partial(load_towers, skeleton, stored, cached, stacks),
+                backend,
+            )
         self.divided = False
+
+    def check_frozen(self) -> None:
+        """Refuse, with `ConfigError`, what trains in towers that stream, or whose outputs are
+        kept."""
+        if self.tower_layers is not None:
+            self.tower_layers.check_frozen()
+        if self.cached_towers is not None:
+            self.cached_towers.check_frozen()
 
     def close(self) -> None:
         """Stop reading layers of towers."""

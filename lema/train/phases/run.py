@@ -25,7 +25,7 @@ from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer
 from lema.data.mixture import Source
-from lema.errors import Stopped
+from lema.errors import ConfigError, Stopped
 from lema.model.files import ModelFiles
 from lema.model.partition import open_backend
 from lema.storage.locks import one_run
@@ -99,6 +99,10 @@ def run_phases(
     two checkpoints, or, at the end of a phase or of the run, for the last.
     """
     check_rows(plan, sources)
+    if config.context_parallel_size is not None:
+        what = "processes do not divide rows in phases"
+        how = "leave it out, or train without phases"
+        raise ConfigError(what, where="context_parallel_size", how=how)
     if not plan.has_steps:
         trusted = options.get("trust_remote_code", False)
         files = options.get("opened") or ModelFiles(config, trust_remote_code=trusted)

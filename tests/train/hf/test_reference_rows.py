@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import lema
-from lema.engine.layers.reference_rows import computing_with
 from lema.errors import ConfigError, ModelError
+from lema.model.layers.adapters import computing_with
 
 DRAWN = torch.Generator().manual_seed(5)
 IDS = torch.randint(3, 60, (4, 9), generator=DRAWN)

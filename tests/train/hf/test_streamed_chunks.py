@@ -31,7 +31,7 @@ ROUNDING = 2e-6
 def opened(checkpoint: Checkpoint, chunk: int | None, **settings: Any) -> Iterator[Any]:
     config = LoraConfig(
         r=4,
-        target_modules="all-linear",
+        target_modules=settings.pop("targets", "all-linear"),
         lora_dropout=settings.pop("dropout", 0.0),
         task_type="CAUSAL_LM",
     )
@@ -103,7 +103,8 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("rows", [None, 1, 2])
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("rows", [None, 2])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_loss_and_gradients_are_those_of_whole_sequences(
     checkpoint_of: CheckpointOf, batch: str, rows: int | None
@@ -111,6 +112,7 @@ def test_the_loss_and_gradients_are_those_of_whole_sequences(
     compared(checkpoint_of("llama"), BATCHES[batch], micro_batch_size=rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
@@ -144,6 +146,41 @@ def test_rows_that_the_caller_has_looked_up_have_gradients(checkpoint_of: Checkp
             model(inputs_embeds=embeddings, labels=tokens()).loss.backward()
             gradients.append(embeddings.grad)
     assert relative_difference(gradients[1], gradients[0]) < ROUNDING
+
+
+@pytest.mark.parametrize("rows", [None, 1])
+def test_the_loss_of_routers(checkpoint_of: CheckpointOf, rows: int | None) -> None:
+    outcomes = []
+    for chunk in (None, CHUNK):
+        with opened(
+            checkpoint_of("mixtral"),
+            chunk,
+            micro_batch_size=rows,
+            router_aux_loss_coef=0.3,
+            targets=["q_proj", "o_proj"],
+        ) as model:
+            outcomes.append(stepped(model, BATCHES["both"]))
+    expected, found = outcomes
+    assert_close(found, expected)
+
+
+def test_experts_that_a_server_chose(checkpoint_of: CheckpointOf) -> None:
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.rand(3, LENGTH, NUM_LAYERS, 4, generator=generator)
+    choices = drawn.topk(2, dim=-1).indices
+    outcomes = []
+    for chunk in (None, CHUNK):
+        with opened(
+            checkpoint_of("mixtral"), chunk, micro_batch_size=2, targets=["q_proj", "o_proj"]
+        ) as model:
+            with model.replaying(choices):
+                loss = model(**BATCHES["both"]).loss
+            loss.backward()
+            outcomes.append(Outcome.of(model, loss))
+            free = stepped(model, BATCHES["both"])
+    expected, found = outcomes
+    assert_close(found, expected)
+    assert relative_difference(free.loss, found.loss) > 1e-4
 
 
 def test_noise_on_the_embeddings_goes_by_the_whole_sequence(checkpoint_of: CheckpointOf) -> None:

@@ -8,19 +8,22 @@ from typing import Any
 
 import torch
 
+from lema.data.chat.pictures import Picture
 from lema.data.files import Row
 from lema.data.forms import num_positions
-from lema.data.prompts import fitting, prompt_ids
+from lema.data.prompts import Prompt, fitting, prompt_ids, prompt_of
 from lema.errors import ConfigError, DataError
 from lema.plan.inference.capacity import TextPlan
 from lema.train.inference.texts import completions, plan_of
 from lema.train.model import LemaModel
 from lema_tools.chat.conversation import Conversation
+from lema_tools.generation.images import in_place, reading_of
 from lema_tools.generation.stream import ShownText
 
 __all__ = ["Answer", "Answers"]
 
 MOST_NEW = 512  # tokens of an answer, unless asked for
+MESSAGE = "message"  # where its images are from
 LEAST_PLANNED = 1024  # tokens; memory is planned for chats of so many at first
 
 
@@ -58,6 +61,7 @@ class Answers:
         self._options = dict(options)
         self._keys_values = keys_values
         self._seed = seed
+        self._reading = reading_of(model, [Row({}, MESSAGE, 1)])
         self._planned = 0  # tokens of the longest chat that memory is planned for
         text_config = model.skeleton.config.get_text_config()
         self._positions = num_positions(text_config, model.config)
@@ -94,6 +98,23 @@ class Answers:
             )
             raise ConfigError(what, where=where, how="shorten it, or lower --max-new-tokens")
 
+    def image(self, path: str) -> str:
+        """Make sure that an image can be shown; return its whole path, or its URL.
+
+        Raises:
+            ConfigError: there is no path, or the model is open for text alone.
+            DataError: the image cannot be used.
+        """
+        if not path:
+            raise ConfigError("there is no path", where="/image", how="write /image PATH")
+        if self._reading is None:
+            how = "begin the chat with --set modalities=all, for a model that sees images"
+            what = "the model was opened for text alone"
+            raise ConfigError(what, where="/image", how=how)
+        whole = in_place(path)
+        self._reading.pictures(Row({}, MESSAGE, 1), [Picture(whole, "/image")])
+        return whole
+
     def answer(
         self,
         conversation: Conversation,
@@ -117,8 +138,8 @@ class Answers:
             DataError: the message alone is too long for the model, or the template refuses it.
             MemoryLimitError: its keys and values do not fit.
         """
-        ids, left_out = self._prompt(conversation)
-        self._plan(ids)
+        prompt, left_out = self._prompt(conversation)
+        self._plan(prompt.ids)
         shown = ShownText(self.model.tokenizer, self._options.get("stop_strings") or (), show)
         options = {
             **self._options,
@@ -131,31 +152,32 @@ class Answers:
         with leaving:
             ((completion,),) = completions(
                 self.model,
-                [ids],
+                [prompt.ids],
                 self._max_new_tokens,
                 1,
                 options,
+                images=[prompt.images],
                 keys_values=self._keys_values,
                 seed=self._seed + number,
             )
         return Answer(completion.text, left_out, completion.tokens)
 
-    def _prompt(self, conversation: Conversation) -> tuple[list[int], int]:
-        """Return the tokens of a chat, without its oldest turns where it is too long with them,
-        and how many messages were left out."""
+    def _prompt(self, conversation: Conversation) -> tuple[Prompt, int]:
+        """Return a chat as the model is given it, without its oldest turns where it is too long
+        with them, and how many messages were left out."""
         left_out = 0
         while True:
             messages = conversation.messages(left_out)
-            row = Row({"messages": messages}, "message", len(conversation.turns))
-            ids = prompt_ids(row, self.model.tokenizer, form="chat")
-            needed = len(ids) + self._max_new_tokens
+            row = Row({"messages": messages}, MESSAGE, len(conversation.turns))
+            prompt = prompt_of(row, self.model.tokenizer, form="chat", reading=self._reading)
+            needed = len(prompt.ids) + self._max_new_tokens
             if self._positions is None or needed <= self._positions:
-                return ids, left_out
+                return prompt, left_out
             if left_out + 2 >= len(conversation.turns):
                 config = self.model.skeleton.config.get_text_config()
-                fitting(
-                    [row], [ids], self._max_new_tokens, config, self.model.config
-                )  # which refuses it
+                ids = [prompt.ids]
+                # which refuses it
+                fitting([row], ids, self._max_new_tokens, config, self.model.config)
                 raise DataError("the message is too long for the model", where=row.origin)
             left_out += 2
 

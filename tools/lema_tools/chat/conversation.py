@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from lema.errors import ConfigError
 from lema.storage.atomic import replace_file
@@ -11,16 +11,18 @@ from lema.storage.regular import check_target
 
 __all__ = ["Conversation", "Message", "save"]
 
-Message: TypeAlias = dict[str, str]
-"""A `role` and its `content`."""
+Message: TypeAlias = dict[str, Any]
+"""A `role` and its `content`: words, or parts where there are images."""
 
 
 @dataclass
 class Conversation:
-    """A system message, if there is one, and the turns of user and assistant."""
+    """A system message, if there is one, the turns of user and assistant, and the paths of the
+    images that the next message has."""
 
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
 
     def messages(self, left_out: int = 0) -> list[Message]:
         """Return the messages for a template, without that many of the oldest turns."""
@@ -28,8 +30,11 @@ class Conversation:
         return [*first, *self.turns[left_out:]]
 
     def ask(self, text: str) -> None:
-        """Add a message of the user."""
-        self.turns.append({"role": "user", "content": text})
+        """Add a message of the user, with the images that were shown before it."""
+        parts = [{"type": "image", "path": path} for path in self.images]
+        content = [*parts, {"type": "text", "text": text}] if parts else text
+        self.turns.append({"role": "user", "content": content})
+        self.images.clear()
 
     def answer(self, text: str) -> None:
         """Add the answer to the last message; without words the message is taken back, too,
@@ -47,8 +52,9 @@ class Conversation:
         return True
 
     def reset(self) -> None:
-        """Forget all turns; the system message stays."""
+        """Forget all turns and images; the system message stays."""
         self.turns.clear()
+        self.images.clear()
 
 
 def save(conversation: Conversation, file: Path) -> None:

@@ -22,6 +22,7 @@ HELP = """\
 /reset, /clear  forget the chat; the system message stays
 /system TEXT    begin again with another system message; without TEXT, show it
 /system -       begin again without a system message
+/image PATH     show an image with the next message; several, one line each
 /undo           take the last message and its answer back
 /save [FILE]    save the chat as a row of training data (chat.jsonl, to which it is added)
 /exit, /quit    end, as Ctrl-D does
@@ -117,6 +118,9 @@ class Session:
                 chat.system = text
                 chat.reset()
                 self._note("(a new chat, with this system message)")
+            case "/image":
+                chat.images.append(self._answers.image(text))
+                self._note("(the next message has it)")
             case "/save":
                 file = Path(text or "chat.jsonl")
                 save(chat, file)

@@ -11,6 +11,7 @@ import typer
 from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
 from lema.errors import ConfigError
 from lema_tools.generation.compared import Base, check_compared
+from lema_tools.generation.images import in_place, with_images
 from lema_tools.generation.merged import Merged, check_merged, merged_model
 from lema_tools.generation.results import ResultWriter, saved_results
 from lema_tools.generation.sampling import (
@@ -53,6 +54,16 @@ def generate(
             metavar="FILE",
             help=(
                 "Prompts: lines of .txt, or `prompt` or `messages` of .jsonl; - is standard input."
+            ),
+        ),
+    ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help=(
+                "Image before the text of every --prompt, for models that see images; may be "
+                "repeated. Rows of --prompts name their own."
             ),
         ),
     ] = None,
@@ -108,6 +119,12 @@ def generate(
         raise ConfigError(
             "a text is written as a message, or as it is", where="--chat, --raw", how="give one"
         )
+    if image and (prompts is not None or raw):
+        raise ConfigError(
+            "images stand in messages of a chat",
+            where="--image",
+            how="give --prompt TEXT without --raw; rows of a file name their images themselves",
+        )
     check_merged(base, merged)
     check_keys_values(kv)
     options = sampling(
@@ -121,12 +138,16 @@ def generate(
     )
     from lema.config.acting import OF_TRAINING
     from lema.data.files import Row
-    from lema.data.prompts import read_prompts
+    from lema.data.prompts import has_images, read_prompts
 
+    shown = {"images": [in_place(path) for path in image]} if image else {}
     rows = [
-        Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)
+        Row({"prompt": text, **shown}, "--prompt", number)
+        for number, text in enumerate(prompt or [], 1)
     ]
     rows = rows or read_prompts(prompts or Path("-"))
+    if any(map(has_images, rows)):
+        settings = with_images(settings)
     results = saved_results(output, rows, resume=resume, compares=base)
     if merged is not None:
         source = merged_model(source, merged, settings, trust_remote_code)
@@ -144,11 +165,13 @@ def generate(
 
 def _form(model: "LemaModel", rows: list["Row"], chat: bool | None) -> "PromptForm":
     """Return how texts are written, and say it where the user has not chosen it."""
-    from lema.data.prompts import written
+    from lema.data.prompts import has_images, written
     from lema.train.inference.prompt_form import choose_form
 
     prompts = [values.get("messages", values.get("prompt")) for values in map(written, rows)]
     if chat is None and all(isinstance(prompt, list) for prompt in prompts):
+        return "chat"
+    if chat is None and all(map(has_images, rows)):
         return "chat"
     chosen = choose_form(model.files, model.config, chat)
     if chosen.reason and model.backend.replicas.first:

@@ -13,6 +13,7 @@ import typer
 from lema.config.units import human_bytes, human_count
 from lema.errors import ConfigError, printable
 from lema_tools.generation.compared import print_compared, with_base
+from lema_tools.generation.images import reading_of
 from lema_tools.generation.stream import ShownText, draws_text
 
 if TYPE_CHECKING:
@@ -104,12 +105,14 @@ class ResultWriter:
     ) -> None:
         """Continue the prompts that have no result yet."""
         from lema.cli.progress import NoProgress, TokenProgress
-        from lema.data.prompts import fitting, prompt_ids
+        from lema.data.prompts import fitting, prompt_of
         from lema.train.inference.texts import completions, plan_of
 
         model = self.model
         first = self.model.backend.replicas.first
-        ids = [prompt_ids(row, model.tokenizer, form=form) for row in self.rows]
+        reading = reading_of(model, self.rows)
+        prompts = [prompt_of(row, model.tokenizer, form=form, reading=reading) for row in self.rows]
+        ids = [prompt.ids for prompt in prompts]
         text = model.skeleton.config.get_text_config()
         fitting(self.rows, ids, new, text, model.config)
         plan = plan_of(model, ids, new, batch_size, kv, choose=True)
@@ -128,6 +131,8 @@ class ResultWriter:
             on_token = display if first else lambda _: None
             arguments = (model, ids, new, size, options)
             chosen: dict[str, Any] = {"keys_values": kv, "seed": seed, "done": self.results.keys()}
+            if any(prompt.images is not None for prompt in prompts):
+                chosen["images"] = [prompt.images for prompt in prompts]
             batches = completions(*arguments, **chosen, on_token=on_token)
             pairs: Iterable[tuple[list[Completion], list[Completion]]]
             if self.compares:

@@ -1,0 +1,357 @@
+"""A model whose layers stream, and any number of adapters that train on it, together or alone.
+
+Requests that wait go through the layers in one pass, whichever adapters they are of: each
+micro-batch names the adapter that its layers compute with, so the weights of the model are read
+once for all. A micro-batch has rows of one request only, so what a request makes does not depend on
+what it is joined with: its log-probabilities and gradients are those of its being alone, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from lema.config import LemaConfig
+from lema.config.units import human_bytes, memory_bytes
+from lema.engine.layers.layer_pass import LayerPass
+from lema.engine.layers.rows import Rows
+from lema.engine.layers.saving import NOTHING
+from lema.errors import ConfigError, DataError, MemoryLimitError
+from lema.model.inputs import model_inputs
+from lema.stream import StreamCounters
+from lema.train.hf.peftmodel import StreamedPeftModel
+from lema.train.learner.adapter import AdamSettings, Adapter, AdapterSpec, Targets
+from lema.train.learner.heads import Heads, Scored
+from lema.train.learner.rows import AdapterRows, MicroBatch, micro_batches_of
+from lema.train.model import LemaModel
+
+__all__ = ["EMPTY", "Learner"]
+
+EMPTY = "default"  # PEFT's name of its first adapter, which is there so that there is one
+LARGEST_SEED = 2**63
+
+
+class Learner:
+    """A streamed model with adapters that come and go; open one with `Learner.open`.
+
+    One thread calls its methods, one after the other.
+
+    Args:
+        opened: the model, with an adapter `default` that does not train.
+        targets: what adapters may adapt.
+        micro_batch_tokens: tokens of a micro-batch with their padding, at most; but a row is never
+            divided.
+        longest: tokens of a row, at most.
+        reserved: bytes of device memory that adapters may take; None: as many as there are.
+
+    Attributes:
+        model: the model as PEFT's.
+    """
+
+    def __init__(
+        self,
+        opened: LemaModel,
+        targets: Targets,
+        *,
+        micro_batch_tokens: int,
+        longest: int,
+        reserved: int | None = None,
+    ) -> None:
+        self.model = StreamedPeftModel.around(opened)
+        self._opened = opened
+        self._targets = targets
+        self._micro_batch_tokens = micro_batch_tokens
+        self._longest = longest
+        self._reserved = reserved
+        self._adapters: dict[str, Adapter] = {}
+
+    @classmethod
+    def open(
+        cls,
+        model_name_or_path: str | PathLike[str],
+        *,
+        micro_batch_tokens: int = 4096,
+        longest: int = 4096,
+        reserve: tuple[int, int] = (1, 64),
+        trust_remote_code: bool = False,
+        **settings: Any,
+    ) -> Self:
+        """Open a model by its directory or hub id.
+
+        Args:
+            model_name_or_path: model directory or hub id.
+            micro_batch_tokens: tokens of a micro-batch with their padding, at most; but a row is
+                never divided.
+            longest: tokens of a row, at most; memory is planned for such rows.
+            reserve: how many adapters of which rank the memory is planned for.
+            trust_remote_code: run the model's own code.
+            settings: settings of `LemaConfig`.
+
+        Returns:
+            The learner, without adapters.
+
+        Raises:
+            ConfigError: a setting is wrong.
+            MemoryLimitError: the limits are too small.
+
+        Example:
+            ```python
+            learner = Learner.open("Qwen/Qwen3-8B", device_memory="8GB", reserve=(16, 32))
+            learner.add("one", AdapterSpec(rank=32, seed=1))
+            learner.run([AdapterRows("one", data, "cross_entropy")])
+            ```
+        """
+        config = LemaConfig(
+            model_name_or_path=str(model_name_or_path),
+            **{
+                "gradient_checkpointing": True,
+                "micro_batch_size": max(1, micro_batch_tokens // longest),
+                "max_length": longest,
+                **settings,
+            },
+        )
+        opened = LemaModel(config, trust_remote_code=trust_remote_code)
+        try:
+            targets = _begun(opened)
+            count, rank = reserve
+            reserved = _reserve(opened, count * targets.nbytes(rank))
+            opened.allocation  # noqa: B018 - now, because limits that are too small should be known at once
+            return cls(
+                opened,
+                targets,
+                micro_batch_tokens=micro_batch_tokens,
+                longest=longest,
+                reserved=reserved,
+            )
+        except BaseException:
+            opened.close()
+            raise
+
+    @property
+    def opened(self) -> LemaModel:
+        """The model as LEMA opened it."""
+        return self._opened
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters by name."""
+        return self._adapters
+
+    @property
+    def counters(self) -> StreamCounters:
+        """What streaming has cost so far."""
+        return self._opened.adapter.counters
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model has."""
+        return int(self._opened.skeleton.config.get_text_config().vocab_size)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a row, at most."""
+        positions = getattr(
+            self._opened.skeleton.config.get_text_config(), "max_position_embeddings", None
+        )
+        return min(self._longest, positions or self._longest)
+
+    def close(self) -> None:
+        """Stop reading and free the memory."""
+        self.model.close()
+
+    def check(self, spec: AdapterSpec) -> None:
+        """Make sure that an adapter can be. `ConfigError`: it would adapt nothing;
+        `MemoryLimitError`: it takes more memory than was planned for all.
+        """
+        self._targets.chosen(spec)
+        if self._reserved is not None and self._targets.nbytes(spec.rank) > self._reserved:
+            raise self._too_large(spec, self._reserved)
+
+    def _too_large(self, spec: AdapterSpec, left: int) -> MemoryLimitError:
+        needed = human_bytes(self._targets.nbytes(spec.rank))
+        what = f"an adapter of rank {spec.rank} takes {needed}, and {human_bytes(left)} are left"
+        how = "remove an adapter, take a lower rank, or plan for more adapters"
+        return MemoryLimitError(what, where="adapters", how=how)
+
+    def add(self, name: str, spec: AdapterSpec) -> Adapter:
+        """Attach a new adapter, with the values that PEFT draws for its seed.
+
+        Raises:
+            ConfigError: there is one of this name, or it would adapt nothing.
+            MemoryLimitError: the memory was planned for fewer adapters, or of lower ranks.
+        """
+        if name in self._adapters or name == EMPTY or not name.isidentifier():
+            raise ConfigError(f"no adapter can be named {name!r:.80}", where="Learner.add")
+        self._targets.chosen(spec)
+        if self._reserved is not None:
+            taken = sum(adapter.nbytes for adapter in self._adapters.values())
+            if taken + self._targets.nbytes(spec.rank) > self._reserved:
+                raise self._too_large(spec, self._reserved - taken)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(spec.seed % LARGEST_SEED)
+            self.model.add_adapter(name, self._targets.lora(spec))
+        part = f".{name}."
+        parameters = {
+            path.replace(part, "."): parameter
+            for path, parameter in self.model.named_parameters()
+            if part in path
+        }
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        self._opened.split.adapters_changed()
+        adapter = Adapter(name, spec, parameters)
+        self._adapters[name] = adapter
+        return adapter
+
+    def remove(self, name: str) -> None:
+        """Remove an adapter, and free its memory."""
+        del self._adapters[name]
+        self.model.delete_adapter(name)
+        self._opened.split.adapters_changed()
+
+    def step(self, name: str, settings: AdamSettings) -> float:
+        """Take an optimizer step of an adapter; see `Adapter.step`."""
+        return self._adapters[name].step(settings)
+
+    def publish(self, name: str, directory: Path) -> None:
+        """Write PEFT's files of an adapter into a directory.
+
+        Raises:
+            WeightsError: the base's files have changed since they were opened.
+        """
+        # without the base's head, which PEFT would add where the head is adapted
+        options = {"selected_adapters": [name], "save_embedding_layers": False}
+        self.model.save_pretrained(str(directory), **options)
+
+    def run(
+        self,
+        requests: Sequence[AdapterRows],
+        *,
+        differentiate: bool = True,
+    ) -> list[Scored]:
+        """Take the rows of some requests through the model in one pass; gradients are added to
+        those of each one's adapter.
+
+        Args:
+            requests: the requests, which were checked (`AdapterRows.check`).
+            differentiate: whether gradients are formed.
+
+        Returns:
+            What was made of each.
+
+        Raises:
+            DataError: an adapter is not there.
+        """
+        self._check_there(requests, differentiate)
+        parts = [*micro_batches_of(requests, self._micro_batch_tokens)]
+        adapters = [requests[part.request].adapter for part in parts]
+        states = self._last_states(parts, adapters, differentiate)
+        engine = self._opened.adapter.engine
+        heads = Heads(engine, requests, self._adapters, self._opened.config.loss_chunk_tokens)
+        gradients = [
+            heads.score(part, state.detach(), differentiate=differentiate)
+            for part, state in zip(parts, states, strict=True)
+        ]
+        scored = heads.scored(parts, gradients)
+        if differentiate:
+            torch.autograd.backward(states, gradients)
+        return scored
+
+    def _check_there(self, requests: Sequence[AdapterRows], differentiate: bool) -> None:
+        """Make sure that the adapters of some requests are there, and that they train."""
+        names = self._adapters if differentiate else self.model.peft_config
+        for request in requests:
+            if request.adapter not in names:
+                raise DataError("the adapter is not there", where=request.adapter)
+            if differentiate:
+                # because PEFT lets no adapter train but the active one, where it attaches another
+                for parameter in self._adapters[request.adapter].parameters.values():
+                    parameter.requires_grad_(True)
+
+    def _last_states(
+        self, parts: Sequence[MicroBatch], adapters: Sequence[str], differentiate: bool
+    ) -> list[Tensor]:
+        """Take micro-batches, each with its adapter, through all layers in one pass; return what
+        the last layer makes of each, `[rows, tokens, hidden]`, with a graph if `differentiate`.
+        """
+        streamed = self._opened.adapter
+        engine = streamed.engine
+        batches = streamed.step_inputs.to_device([part.inputs() for part in parts])
+        lowest = streamed.lowest_trained if differentiate else None
+        stream = streamed.stream
+        stream.cancel()
+        stream.announce(stream.forward_order() if lowest is None else stream.training_order(lowest))
+        with torch.set_grad_enabled(differentiate), ExitStack() as first_lease:
+            first = first_lease.enter_context(
+                nullcontext()
+                if engine.split.has_learned(model_inputs(batches[0]))
+                else stream.lease(0)
+            )
+            entered, calls = streamed.prelude(batches, first)
+            for layer_calls in calls:
+                for call, name in zip(layer_calls, adapters, strict=True):
+                    call.compute_with(name)
+            hidden = engine.split.enter([state.detach() for state in entered])
+            del entered
+            num_layers = engine.split.num_layers
+            saving = NOTHING if lowest is None else streamed.step_saving(hidden, lowest, num_layers)
+            rows = Rows(calls, list(hidden))
+            del hidden
+            layer_pass = LayerPass(
+                engine,
+                streamed.layers,
+                rows,
+                lowest=lowest,
+                saving=saving,
+                end_first=first_lease.close,
+            )
+            return layer_pass.hidden_states()
+
+
+def _begun(opened: LemaModel) -> Targets:
+    """Make a model ready for adapters that come and go; return what they may adapt."""
+    if opened.backend.parallel.size > 1 or opened.backend.replicas.size > 1:
+        raise ConfigError(
+            "a learner is one process", where="Learner", how="start it without torchrun"
+        )
+    if opened.config.sequence_chunk is not None:
+        raise ConfigError(
+            "a learner does not cut sequences", where="sequence_chunk", how="leave it out"
+        )
+    targets = Targets.of(opened.skeleton)
+    opened.keep_whole(lambda _: False, "losses of a caller's need its logits")
+    first = [*targets.attn, *targets.mlp][:1]
+    if not first:
+        raise ConfigError("the layers of the model have no linear to adapt", where="Learner")
+    opened.attach_lora(LoraConfig(r=1, target_modules=first, task_type="CAUSAL_LM"), seed=0)
+    for parameter in opened.get_trainable_parameters():
+        parameter.requires_grad_(False)
+    opened.split.adapters_changed()
+    return targets
+
+
+def _reserve(opened: LemaModel, nbytes: int) -> int | None:
+    """Take so many bytes off the device memory that is planned with, and return them; None: memory
+    has no limit.
+    """
+    memory = opened.backend.memory()
+    asked = opened.config.device_memory
+    if asked in (None, "auto") and memory.shared:
+        return None
+    limit = (
+        memory.total - memory.used if asked in (None, "auto") else memory_bytes(asked, memory.total)
+    )
+    left = limit - nbytes
+    if left <= 0:
+        what = f"the adapters alone take {human_bytes(nbytes)} of {human_bytes(limit)}"
+        raise MemoryLimitError(what, where="device_memory", how="plan for fewer or lower ranks")
+    opened.choose_settings({"device_memory": left})
+    return nbytes

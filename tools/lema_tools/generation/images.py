@@ -1,0 +1,48 @@
+"""Images that `lema generate` and `lema chat` are given: by path, wherever they lie."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lema.data.files import Row
+    from lema.data.images.reading import ImageReading
+    from lema.train.model import LemaModel
+
+__all__ = ["in_place", "reading_of", "with_images"]
+
+SETTING = "modalities"
+URLS = ("http://", "https://", "data:")
+
+
+def in_place(image: str) -> str:
+    """Return an image as a row names it: its whole path, because the user has named it; a URL as it
+    is."""
+    return image if image.lower().startswith(URLS) else str(Path(image).expanduser().absolute())
+
+
+def with_images(settings: list[str] | None) -> list[str]:
+    """Return settings that open a model for images, unless they say what it is opened for."""
+    given = settings or []
+    if any(setting.partition("=")[0].strip() == SETTING for setting in given):
+        return given
+    return [*given, f"{SETTING}=all"]
+
+
+def reading_of(model: "LemaModel", rows: "list[Row]") -> "ImageReading | None":
+    """Return what the images of rows are read with; None: the model is open for text alone.
+
+    Args:
+        model: the model, whose settings limit what is read.
+        rows: those of files lie in the files' folders.
+    """
+    if model.config.modalities == "text":
+        return None
+    from lema.model.files import image_reading
+
+    folders = {
+        row.source: Path(row.source).parent
+        if Path(row.source).is_file()
+        else Path(Path().absolute().anchor)
+        for row in rows
+    }
+    return image_reading(model.config, model.files).at(folders)
