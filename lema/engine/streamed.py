@@ -378,8 +378,9 @@ class StreamedModel:
             or all(batch["input_ids"].shape[1] <= size for batch in batches)
             or self.activations.arena.tier == "device"
         )
-        others = (self.stream.groups, self.head, self.prefix, self.division)
-        if whole or trains_outside or any(others) or not isinstance(loss, LossChunks):
+        others = (self.head, self.prefix, self.division)
+        elsewhere = self.stream.groups or any(other is not None for other in others)
+        if whole or trains_outside or elsewhere or not isinstance(loss, LossChunks):
             return None
         return self.activations.room
 
@@ -569,7 +570,8 @@ class StreamedModel:
     ) -> tuple[tuple[Any, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each
         micro-batch. States that go `away` do so as each is made, as the first layer is given them;
-        those of rows in chunks lie in `room`. `around` receives, as JSON types, what the modules before the layers keep after each."""
+        those of rows in chunks lie in `room`. `around` receives, as JSON types, what the modules
+        before the layers keep after each."""
         hidden: list[Any] = []
         preludes = []
         weights = {} if first is None else first.weights  # used once; None: they have been
