@@ -222,15 +222,15 @@ class ChunkVisit:
         return input_gradient
 
     def differentiate(
-        self, made: Sequence[tuple[Tensor, Tensor]], leaf: Tensor, sums: GradientSums | None
+        self, outputs: Sequence[tuple[Tensor, Tensor]], leaf: Tensor, sums: GradientSums | None
     ) -> Tensor | None:
         """Differentiate a chunk; return the gradient of its input, if that is asked for. `made`:
         what the layer has made of it, with gradients."""
         states = self._states
         handed_on = [] if states is None else states.roots()
         entered = [] if states is None else states.leaves()
-        roots = [root for root, _ in (*made, *handed_on)]
-        root_gradients = [by for _, by in (*made, *handed_on)]
+        roots = [root for root, _ in (*outputs, *handed_on)]
+        root_gradients = [by for _, by in (*outputs, *handed_on)]
         if sums is None:
             torch.autograd.backward(roots, root_gradients)
             of_states: Sequence[Tensor | None] = [state.grad for state in entered]
@@ -259,12 +259,12 @@ class ChunkVisit:
             stops: stop as soon as the chunk has left what later ones need.
             again: this is a recomputation, and what the call has noted stays.
         """
-        one = self._call_of(chunk, asks=self._asks and not stops, again=again)
+        chunk_call = self._call_of(chunk, asks=self._asks and not stops, again=again)
         with self._holding(chunk, stops=stops):
             output = self._engine.split.run_layer(
-                self._number, self._weights, one, layer_input, compiled=False
+                self._number, self._weights, chunk_call, layer_input, compiled=False
             )
-        self._take_routers(one)
+        self._take_routers(chunk_call)
         return output
 
     def half(self, chunk: int, layer_input: Tensor, *, asks: bool, again: bool) -> Suspended:
@@ -276,14 +276,14 @@ class ChunkVisit:
             asks: whether somebody asks what routers make.
             again: as in `_run`.
         """
-        one = self._call_of(chunk, asks=asks, again=again)
+        chunk_call = self._call_of(chunk, asks=asks, again=again)
         split = self._engine.split
         run = partial(
-            split.run_layer, self._number, self._weights, one, layer_input, compiled=False
+            split.run_layer, self._number, self._weights, chunk_call, layer_input, compiled=False
         )
         with self._holding(chunk):
             half = split.suspended(self._number, run)
-        self._take_routers(one)
+        self._take_routers(chunk_call)
         return half
 
     def take_routed(self) -> list[Tensor]:

@@ -138,8 +138,6 @@ class ChunkedRows:
 
     Attributes:
         spans: the chunks.
-        parts: where they lie in the hidden states that this process has.
-        length: tokens of the sequence.
         cache: with which they are called.
 
     Raises:
@@ -161,9 +159,6 @@ class ChunkedRows:
         self._layers = layers
         self._front = front
         self._batch = dict(batch)
-        # looked up already where there are no ids
-        self._tokens = batch[IDS] if IDS in batch else batch[EMBEDDINGS]
-        self.length = self._tokens.shape[1]
         _check_inputs(self._batch, self._tokens)
         inside = Span(0, self.length)
         if leaves_out_padding and MASK in batch:
@@ -176,11 +171,8 @@ class ChunkedRows:
                 self._fork = shared
             self.spans = spans_of(self._fork, size, inside.start) if self._fork else []
             self.spans += spans_of(inside.stop, size, self._fork or inside.start)
-            self.parts = self.spans
         else:
             self.spans = size.of(self.length).spans
-            ends = [*accumulate((span.stop - span.start for span in self.spans), initial=0)]
-            self.parts = [Span(start, stop) for start, stop in pairwise(ends)]
         kinds = kinds_of(DynamicCache(config=model.config).layers, len(layers))
         self.cache = SequenceCache(kinds, inside.start)
         positions = batch.get(POSITIONS)
@@ -189,8 +181,26 @@ class ChunkedRows:
             self._numbers = numbers_of_rows(positions)
         self._tables = tables_by_length(model, layers)
         self._calls: list[tuple[LayerCall, ...] | None] = [None] * len(self.spans)
-        self._hidden_bytes = 0
-        self._kept: list[ChunkStates] | None = None
+        self._finished: list[ChunkStates] | None = None
+
+    @property
+    def _tokens(self) -> Tensor:
+        """The tokens' ids, or what the caller has looked up for them."""
+        return self._batch[self._name]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return self._tokens.shape[1]
+
+    @property
+    def parts(self) -> Sequence[Span]:
+        """Where the chunks lie in the hidden states that this process has."""
+        if self._division is None:
+            return self.spans
+        sizes = (span.stop - span.start for span in self.spans)
+        ends = accumulate(sizes, initial=0)
+        return [Span(start, stop) for start, stop in pairwise(ends)]
 
     def prelude(self, *, differentiate: bool = False, room: Room | None = None) -> Prelude:
         """Run the model up to its layers, chunk after chunk; return the hidden state of the whole
@@ -201,20 +211,21 @@ class ChunkedRows:
             room: makes room for the hidden state; None: it is on the device.
         """
         states = list[Tensor]()
+        hidden_bytes = 0
         hidden = None
         embeddings = self._embeddings(differentiate=differentiate)
         for chunk in range(len(self.spans)):
             front = self.front(chunk, embeddings, differentiate=differentiate)
             if room is None:
                 states.append(front.hidden.expand(len(self._tokens), *front.hidden.shape[1:]))
-                self._hidden_bytes += front.hidden.nbytes
+                hidden_bytes += front.hidden.nbytes
             else:
                 if hidden is None:
                     shape = (len(self._tokens), self.length, *front.hidden.shape[2:])
                     hidden = room(shape, front.hidden.dtype).zero_()
                 hidden[:, self.spans[chunk].slice] = front.hidden
             self._calls[chunk] = front.calls
-            most = MOST_IN_HOST if room is not None else most_of_calls(self._hidden_bytes)
+            most = MOST_IN_HOST if room is not None else most_of_calls(hidden_bytes)
             if self._call_bytes() > most:
                 # What grows with the sequence is made at each visit.
                 self._calls = [None] * len(self.spans)
@@ -242,8 +253,8 @@ class ChunkedRows:
             names = division.states.get(number, ())
             row = division.of(self.length)
             states = DividedStates(row, division, names, self._tokens.device)
-        if self._kept is not None:
-            self._kept.append(states)
+        if self._finished is not None:
+            self._finished.append(states)
         return states
 
     def note_states(self, number: int, names: Sequence[str]) -> None:
@@ -253,8 +264,8 @@ class ChunkedRows:
 
     def keep_states(self) -> list[ChunkStates]:
         """Return a list to which the states of each layer are added from now on."""
-        self._kept = []
-        return self._kept
+        self._finished = []
+        return self._finished
 
     def call(self, number: int, chunk: int) -> LayerCall:
         """Return the call of a layer on a chunk."""
