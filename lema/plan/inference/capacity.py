@@ -72,7 +72,7 @@ def plan_texts(
         prompt,
         new,
         planner.blueprint.parallel,
-        planner.config.sequence_chunk,
+        planner.config.chunk_tokens,
     )
     allocate = _allocator(planner, current_allocation)
     shared = planner.machine_state.machine.shared
@@ -144,7 +144,7 @@ def plan_rows(
         length,
         1,
         planner.blueprint.parallel,
-        planner.config.sequence_chunk,
+        planner.config.chunk_tokens,
     )
     config = planner.blueprint.model.config.get_text_config()
     row = STATES * length * config.hidden_size * planner.blueprint.model.dtype.itemsize
