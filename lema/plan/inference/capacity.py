@@ -107,7 +107,7 @@ def plan_texts(
 def _sized(planner: Planner, prompt: int, new: int) -> TextBytes:
     """Return what rows of so many tokens take, of which `new` are made."""
     drawn = planner.blueprint
-    chunk = planner.config.sequence_chunk
+    chunk = planner.config.chunk_tokens
     return text_bytes(drawn.model, drawn.layers, prompt, new, drawn.parallel, chunk)
 
 
