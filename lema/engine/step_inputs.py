@@ -91,10 +91,10 @@ class StepInputs:
         return list(map(division.cut, targets))
 
     def prepare(
-        self, micro_batches: MicroBatches, **options: Any
+        self, micro_batches: MicroBatches, *, divided: bool = True, **options: Any
     ) -> tuple[list[dict[str, Tensor]], LossChunks | RowLoss]:
         """Return micro-batches on the device, and their loss; the options are those of
-        `LossChunks`.
+        `LossChunks`. `divided`: of rows that processes divide, the loss of this one's parts.
         """
         split = self._split
         split.state.hooks.check_none()
@@ -102,7 +102,8 @@ class StepInputs:
         objective = self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
-            targets = self._parts(targets, options)
+            if divided:
+                targets = self._parts(targets, options)
             options |= {
                 "host_targets": targets,
                 "dft": self._settings.dft,

@@ -461,18 +461,21 @@ class StreamedModel:
     ) -> tuple[Tensor, int]:
         """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are.
         With an `objective`: its loss of the batch, and the number of examples that it is the mean
-        of."""
+        of. Where `logits` are wanted no row is divided over processes."""
         run = partial(self._evaluate, logits)
         return self.retry.run_pass(run, micro_batches, outputs=logits, purpose="evaluation")
 
     def _evaluate(
         self, logits: list[Tensor] | None, micro_batches: MicroBatches
     ) -> tuple[Tensor, int]:
-        device_batches, chunks = self.step_inputs.prepare(micro_batches, logits=logits)
+        divided = logits is None and self.division is not None
+        device_batches, chunks = self.step_inputs.prepare(
+            micro_batches, divided=divided, logits=logits
+        )
         self._announce_forward()
         with ExitStack() as first_lease:
             first = first_lease.enter_context(self._first_lease(device_batches))
-            entered, calls = self.prelude(device_batches, first)
+            entered, calls = self.prelude(device_batches, first, divided=divided)
             reference_rows = reference_rows_of(
                 self, chunks, micro_batches, device_batches, calls, first
             )
@@ -500,7 +503,7 @@ class StreamedModel:
         if logits:
             cut(logits, micro_batches)
         value = torch.stack(values).sum()
-        if self.division is not None:
+        if divided and self.division is not None:
             return self.division.group.sum(value), chunks.num_tokens
         return value, chunks.trained_tokens
 
@@ -545,10 +548,12 @@ class StreamedModel:
         differentiate: bool = False,
         away: HostStates | None = None,
         around: list[dict[str, Any]] | None = None,
+        divided: bool = True,
     ) -> tuple[tuple[Any, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each
         micro-batch. States that go `away` do so as each is made, as the first layer is given them.
-        `around` receives, as JSON types, what the modules before the layers keep after each."""
+        `around` receives, as JSON types, what the modules before the layers keep after each.
+        `divided`: of rows that processes divide, this one's parts."""
         hidden: list[Any] = []
         preludes = []
         weights = {} if first is None else first.weights  # used once; None: they have been
@@ -557,7 +562,9 @@ class StreamedModel:
             nullcontext() if self.head is None else self.head.standing_in(),
         ):
             for number, batch in enumerate(micro_batches):
-                prelude = self._prelude_of(batch, weights, differentiate=differentiate)
+                prelude = self._prelude_of(
+                    batch, weights, differentiate=differentiate, divided=divided
+                )
                 state = prelude.hidden
                 hidden.append(
                     state if away is None else away.keep(number, *self.split.enter([state]))
@@ -572,7 +579,12 @@ class StreamedModel:
         return tuple(hidden), calls
 
     def _prelude_of(
-        self, batch: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, differentiate: bool
+        self,
+        batch: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        *,
+        differentiate: bool,
+        divided: bool,
     ) -> Prelude:
         """Run one micro-batch up to the layers; in chunks, if it is longer than one."""
         inputs = model_inputs(batch)
@@ -581,7 +593,7 @@ class StreamedModel:
             return self.split.prelude(
                 inputs, weights, differentiate=differentiate, more=self._image_inputs(images, batch)
             )
-        size = self._chunk
+        size = self._chunk if divided else self.sequence_chunk
         whole = isinstance(size, int) and batch["input_ids"].shape[1] <= size
         if size is None or whole:
             return self.split.prelude(inputs, weights, differentiate=differentiate)
@@ -597,6 +609,7 @@ class StreamedModel:
     ) -> Saving:
         """Return what a step keeps of its layers; the arguments are those of `Activations.step`."""
         size = self.sequence_chunk
-        in_chunks = size is not None and any(state.shape[1] > size for state in hidden)
+        long = size is not None and any(state.shape[1] > size for state in hidden)
+        in_chunks = long or self.division is not None
         with self.retry.at("for the inputs of layers that wait for the backward"):
             return self.activations.step(hidden, lowest, end, budget, in_chunks=in_chunks)
