@@ -1941,11 +1941,16 @@ const DEPTHS = [2, 1];
 const WIDE = 8;
 const CACHED = 0.5;
 const whether_recomputed = py.named(function(config) {
+let chunk;
+if ((config.context_parallel_size != null)) {
+return true;
+}
+chunk = config.sequence_chunk;
+if (((chunk != null) && ((config.max_length == null) || py.gt(config.max_length, chunk)))) {
+return true;
+}
 if (py.ne(config.gradient_checkpointing, "auto")) {
 return config.gradient_checkpointing;
-}
-if ((config.sequence_chunk != null)) {
-return true;
 }
 if ((py.eq(config.activation_offloading, "hidden_states") || py.has(config.boundary_activations, ["host", "disk"]))) {
 return true;
@@ -2991,7 +2996,7 @@ model_class = py.type(blueprint.model).__name__;
 without_experts = ["a ", py.format(model_class, ""), " has no stacked experts, once in a layer"].join('');
 other_rows = ["objective: ", py.format(config.objective, ""), " has other rows than those that train"].join('');
 lacks_addresses = py.both((backend != null), () => (!py.t(py.call(has_addresses, [backend.device]))));
-reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], ["sequence_chunk takes sequences through whole layers", (config.sequence_chunk != null)], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
+reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], ["context_parallel_size takes parts of rows through whole layers", (config.context_parallel_size != null)], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
 return py.next((function*(t26) { for (const t27 of t26) { const [what, applies] = py.list(t27); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
 }, ["planner"]);
 return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, WORTH_IT, _expert_groups, _fastest, _fewer_rows, _heads, _in_groups, _next_smaller, _seconds, _smaller, _smaller_chunks, _why_not_grouped, _with_head, best, candidates, choice_of, cut, seconds_decide};
@@ -3026,6 +3031,7 @@ const Allocation = lema_plan_cost.Allocation;
 const crossover = lema_plan_cost.crossover;
 const phases = lema_plan_cost.phases;
 const saved_elsewhere = lema_plan_cost.saved_elsewhere;
+const divided_note = stubs.divided_note;
 const ExpertSummary = stubs.ExpertSummary;
 const expert_summary = stubs.expert_summary;
 const Machine = lema_plan_machine.Machine;
