@@ -67,7 +67,6 @@ class StreamedModel:
         division: how processes divide rows; None: each has rows of its own.
 
     Attributes:
-        division: how processes divide rows; None: each has rows of its own.
         engine: the objects that the layers of a pass work with.
         layers: the decoder layers, each of its kind.
         sequence_chunk: tokens of a sequence that go through a layer at once; None: all.
@@ -97,7 +96,6 @@ class StreamedModel:
         division: RowDivision | None = None,
     ) -> None:
         self.head = head
-        self.division = division
         self.activations = activations or Activations(split, backend, stream.trace)
         self.step_inputs = StepInputs(
             split,
@@ -119,9 +117,9 @@ class StreamedModel:
         )
         self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=retry)
         self.sequence_chunk = sequence_chunk
-        self._chunk: int | RowDivision | None = sequence_chunk if division is None else division
-        self.layers = layers_of(self.engine, in_chunks=self._chunk is not None)
-        if self._chunk is not None:
+        in_chunks = sequence_chunk is not None or division is not None
+        self.layers = layers_of(self.engine, in_chunks=in_chunks)
+        if in_chunks:
             check_cuts(self.engine)
         self._away = HostStates(backend)
         self.prefix: PrefixCache | None = None
@@ -140,6 +138,11 @@ class StreamedModel:
     def stream(self) -> LayerStream:
         """The layers' weights."""
         return self.engine.stream
+
+    @property
+    def division(self) -> RowDivision | None:
+        """How processes divide rows; None: each has rows of its own."""
+        return self.step_inputs.division
 
     @property
     def num_dividing(self) -> int:
@@ -593,7 +596,8 @@ class StreamedModel:
             return self.split.prelude(
                 inputs, weights, differentiate=differentiate, more=self._image_inputs(images, batch)
             )
-        size = self._chunk if divided else self.sequence_chunk
+        size: int | RowDivision | None = self.division if divided else None
+        size = size or self.sequence_chunk
         whole = isinstance(size, int) and batch["input_ids"].shape[1] <= size
         if size is None or whole:
             return self.split.prelude(inputs, weights, differentiate=differentiate)

@@ -123,7 +123,6 @@ class ChunkedRows:
 
     Attributes:
         spans: the chunks.
-        parts: where they lie in the hidden states that this process has.
         length: tokens of the sequence.
         cache: with which they are called.
 
@@ -153,13 +152,11 @@ class ChunkedRows:
         if leaves_out_padding and MASK in batch:
             inside = tokens_inside(batch[MASK])
         self._division = None if isinstance(size, int) else size
-        if isinstance(size, int):
-            self.spans = spans_of(inside.stop, size, inside.start)
-            self.parts = self.spans
-        else:
-            self.spans = size.of(self.length).spans
-            ends = [*accumulate((span.stop - span.start for span in self.spans), initial=0)]
-            self.parts = [Span(start, stop) for start, stop in pairwise(ends)]
+        self.spans = (
+            spans_of(inside.stop, size, inside.start)
+            if isinstance(size, int)
+            else size.of(self.length).spans
+        )
         kinds = kinds_of(DynamicCache(config=model.config).layers, len(layers))
         self.cache = SequenceCache(kinds, inside.start)
         positions = batch.get(POSITIONS)
@@ -170,6 +167,14 @@ class ChunkedRows:
         self._calls: list[tuple[LayerCall, ...] | None] = [None] * len(self.spans)
         self._hidden_bytes = 0
         self._kept: list[ChunkStates] | None = None
+
+    @property
+    def parts(self) -> list[Span]:
+        """Where the chunks lie in the hidden states that this process has."""
+        if self._division is None:
+            return self.spans
+        ends = accumulate((span.stop - span.start for span in self.spans), initial=0)
+        return [Span(start, stop) for start, stop in pairwise(ends)]
 
     def prelude(self, *, differentiate: bool = False) -> Prelude:
         """Run the model up to its layers, chunk after chunk; return the hidden state of the whole
