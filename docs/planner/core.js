@@ -3,9 +3,9 @@
 
 const lemaPlanner = (() => {
   const { Planner } = lema_plan_needs;
-  const { MicroBatch, LayerWork, HeadWork, Workload } = lema_plan_workload;
+  const { MicroBatch, LayerWork, HeadWork, Workload } = lema_plan_work_workload;
   const { PROFILES, MachineState } = lema_plan_machine;
-  const { by_arithmetic, step_shape } = lema_plan_step;
+  const { by_arithmetic, step_shape } = lema_plan_work_step;
   const { best } = lema_plan_choice;
   const { plan_with, _of_rows } = lema_plan_plan;
   const { Speeds } = lema_plan_cost;

@@ -1639,6 +1639,7 @@ const lema_plan_work_workload = (() => {
 const math = stubs.math;
 const contextmanager = stubs.contextmanager;
 const dataclass = stubs.dataclass;
+const replace = stubs.replace;
 const partial = stubs.partial;
 const torch = stubs.torch;
 const Tensor = stubs.Tensor;
@@ -1670,19 +1671,23 @@ get tokens() {
 const self = this;
 return py.mul(self.rows, self.length);
 }
+get is_cut() {
+const self = this;
+return py.both((self.chunk != null), () => py.gt(self.length, self.chunk));
+}
 }
 MicroBatch.isClass = true;
 MicroBatch.sig = ["rows", "length", "beside", "settled", "packed", "chunk"];
 MicroBatch.fields = MicroBatch.sig;
 class LayerWork {
-constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; }
+constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, chunk_bytes = 0, turn_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.chunk_bytes = chunk_bytes; this.turn_bytes = turn_bytes; this.square_flops = square_flops; }
 at_once(times) {
 const self = this;
 return py.add(py.round(py.mul(py.max(times, 1.0), self.waiting_bytes)), py.bound(self, 'working_bytes'));
 }
 }
 LayerWork.isClass = true;
-LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes"];
+LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes", "key_gradient_bytes", "chunk_bytes", "turn_bytes", "square_flops"];
 LayerWork.fields = LayerWork.sig;
 LayerWork.prototype.at_once.sig = ["times"];
 class HeadWork {
@@ -1712,11 +1717,12 @@ return self.most(py.round(py.add(py.bound(self.pieces, 'working_bytes'), waiting
 }
 most(head_bytes, times) {
 const self = this;
-let at_head, to_come, top;
+let at_head, at_turn, to_come, top;
 to_come = py.sum((function*(t1) { for (const t2 of t1) { const layer = t2; yield self.of(layer).gradient_bytes; } })(py.iter(py.range(py.len(self.kinds)))));
 top = self.of(py.sub(py.len(self.kinds), 1));
 at_head = py.add(py.sub(head_bytes, to_come), py.round(py.mul(py.max(times, 1.0), top.waiting_bytes)));
-return py.max(self.prelude_bytes, at_head, ...py.iter((function*(t3) { for (const t4 of t3) { const work = t4; yield work.at_once(times); } })(py.iter(self.works))));
+at_turn = py.add(top.at_once(times), top.turn_bytes);
+return py.max(self.prelude_bytes, at_head, at_turn, ...py.iter((function*(t3) { for (const t4 of t3) { const work = t4; yield work.at_once(times); } })(py.iter(self.works))));
 }
 }
 Workload.isClass = true;
@@ -1819,13 +1825,15 @@ throw py.call(ConfigError, [what], {where: "micro_batch_tokens", how: how});
 return (((tokens == null) && (config.tokens_per_step != null)) ? length : tokens);
 }, ["config", "length"]);
 const micro_batch_of = py.named(function(config, rows, length) {
-let more, objective;
+let chunk, more, objective, size;
 objective = py.call(objective_of, [config]);
+chunk = config.sequence_chunk;
+size = (py.t(py.isinstance(chunk, py.int)) ? chunk : null);
 if ((objective == null)) {
-return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing), chunk: config.sequence_chunk});
+return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing), chunk: size});
 }
 more = py.add(objective.reference, py.mul(2, objective.mismatched));
-return py.call(MicroBatch, [rows, length, more], {settled: true, chunk: config.sequence_chunk});
+return py.call(MicroBatch, [rows, length, more], {settled: true, chunk: size});
 }, ["config", "rows", "length"]);
 const rows_each = py.named(function(config) {
 return (py.eq(py.item(OBJECTIVES, config.objective).examples, "pairs") ? 2 : 1);
@@ -1893,7 +1901,7 @@ head_seconds = py.div(head_seconds, py.mul(PRODUCTS, demand.pieces));
 extra_bytes = py.add(extra_bytes, workload.of(demand.top).gradient_bytes);
 }
 head_seconds = py.mul(head_seconds, py.add(1, py.div(batch.beside, 3)));
-if ((py.t(batch.settled) && (timings != null))) {
+if (((py.t(batch.settled) || py.t(batch.is_cut)) && (timings != null))) {
 head_seconds = py.add(head_seconds, py.mul(times, py.item(timings.layers, py.item(workload.kinds, demand.top)).forward));
 }
 return py.replace(demand, {working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.beside), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
@@ -1946,7 +1954,7 @@ if ((config.context_parallel_size != null)) {
 return true;
 }
 chunk = config.sequence_chunk;
-if (((chunk != null) && ((config.max_length == null) || py.gt(config.max_length, chunk)))) {
+if ((py.t(py.isinstance(chunk, py.int)) && ((config.max_length == null) || py.gt(config.max_length, chunk)))) {
 return true;
 }
 if (py.ne(config.gradient_checkpointing, "auto")) {
@@ -2585,6 +2593,8 @@ const Simulated = lema_plan_simulation_simulator.Simulated;
 const simulate = lema_plan_simulation_simulator.simulate;
 const training_of = stubs.training_of;
 const in_chunks = stubs.in_chunks;
+const lengthened = stubs.lengthened;
+const run_length = stubs.run_length;
 const StepShape = lema_plan_work_step.StepShape;
 const Timings = lema_plan_work_step.Timings;
 const demand_of = lema_plan_work_step.demand_of;
@@ -2592,7 +2602,7 @@ const MicroBatch = lema_plan_work_workload.MicroBatch;
 const Workload = lema_plan_work_workload.Workload;
 const measure = stubs.measure;
 class Planner {
-constructor(config, blueprint, machine_state, workload, timings, shape, processes = 1, device_memory = null, note = "", backend = null, workload_cache = new Map()) { this.config = config; this.blueprint = blueprint; this.machine_state = machine_state; this.workload = workload; this.timings = timings; this.shape = shape; this.processes = processes; this.device_memory = device_memory; this.note = note; this.backend = backend; this.workload_cache = workload_cache; }
+constructor(config, blueprint, machine_state, workload, timings, shape, processes = 1, device_memory = null, note = "", backend = null, chooses_chunk = false, workload_cache = new Map()) { this.config = config; this.blueprint = blueprint; this.machine_state = machine_state; this.workload = workload; this.timings = timings; this.shape = shape; this.processes = processes; this.device_memory = device_memory; this.note = note; this.backend = backend; this.chooses_chunk = chooses_chunk; this.workload_cache = workload_cache; }
 get limits() {
 const self = this;
 let device;
@@ -2662,6 +2672,9 @@ const self = this;
 let is_full, rows, settings;
 rows = self.shape.micro_batch.rows;
 settings = new Map([["loss_chunk_tokens", self.config.loss_chunk_tokens]]);
+if (py.t(self.chooses_chunk)) {
+py.set(settings, "sequence_chunk", self.shape.micro_batch.chunk);
+}
 is_full = py.ge(py.mul(rows, self.config.gradient_accumulation_steps), self.shape.num_rows);
 return ((py.t(is_full) || py.t(self.config.counts_tokens)) ? settings : new Map([...settings, ["micro_batch_size", rows]]));
 }
@@ -2695,7 +2708,7 @@ return py.le(py.sum(py.values(py.call(device_parts, [demand, allocation]))), sel
 }
 }
 Planner.isClass = true;
-Planner.sig = ["config", "blueprint", "machine_state", "workload", "timings", "shape", "processes", "device_memory", "note", "backend", "workload_cache"];
+Planner.sig = ["config", "blueprint", "machine_state", "workload", "timings", "shape", "processes", "device_memory", "note", "backend", "chooses_chunk", "workload_cache"];
 Planner.fields = Planner.sig;
 Planner.prototype.demand.sig = ["shape", "workload", "scale"];
 Planner.prototype.allocation.sig = ["demand", "**"];
@@ -2759,20 +2772,21 @@ const WORTH_IT = 0.98;
 const LESS = [256, 64];
 const FEW_GROUPS = 8;
 const SETTING = "experts_per_slot";
+const SMALLEST = 256;
 class Choice {
-constructor(rows, chunk_tokens, head_in_pieces = false, experts = 0, runs_again = false) { this.rows = rows; this.chunk_tokens = chunk_tokens; this.head_in_pieces = head_in_pieces; this.experts = experts; this.runs_again = runs_again; }
+constructor(rows, chunk_tokens, head_in_pieces = false, experts = 0, runs_again = false, chunk = null) { this.rows = rows; this.chunk_tokens = chunk_tokens; this.head_in_pieces = head_in_pieces; this.experts = experts; this.runs_again = runs_again; this.chunk = chunk; }
 }
 Choice.isClass = true;
-Choice.sig = ["rows", "chunk_tokens", "head_in_pieces", "experts", "runs_again"];
+Choice.sig = ["rows", "chunk_tokens", "head_in_pieces", "experts", "runs_again", "chunk"];
 Choice.fields = Choice.sig;
 const choice_of = py.named(function(planner) {
-return new Choice(planner.shape.micro_batch.rows, planner.config.loss_chunk_tokens, py.bool(planner.blueprint.head_in_pieces), planner.blueprint.experts, planner.blueprint.runs_again);
+return new Choice(planner.shape.micro_batch.rows, planner.config.loss_chunk_tokens, py.bool(planner.blueprint.head_in_pieces), planner.blueprint.experts, planner.blueprint.runs_again, planner.shape.micro_batch.chunk);
 }, ["planner"]);
 const cut = py.named(function(planner, choice) {
 let blueprint, longer, micro_batch;
 blueprint = py.call(_in_groups, [planner.blueprint, choice.experts], {runs_again: choice.runs_again});
 blueprint = py.call(_with_head, [blueprint], {in_pieces: choice.head_in_pieces});
-micro_batch = py.replace(planner.shape.micro_batch, {rows: choice.rows});
+micro_batch = py.replace(planner.shape.micro_batch, {rows: choice.rows, chunk: choice.chunk});
 longer = py.div(choice.rows, planner.shape.micro_batch.rows);
 planner = py.replace(planner, {blueprint: blueprint, config: py.method(planner.config, 'model_copy', [], {update: new Map([["loss_chunk_tokens", choice.chunk_tokens]])}), timings: ((planner.timings == null) ? null : planner.timings.times(longer)), shape: new StepShape(micro_batch, planner.shape.num_rows)});
 return ((planner.workload == null) ? planner : py.replace(planner, {workload: planner.work(micro_batch)}));
@@ -2812,19 +2826,60 @@ yield* py.iter(py.call(_smaller, [planner, first]));
 }
 }, ["planner"]);
 const best = py.named(function(planner) {
-let candidate, choice, error, leased, refused;
+let candidate, chosen, fits, fitting, high, length, low, middle, sizes;
+if (py.ne(planner.config.sequence_chunk, "auto")) {
+return py.item(py.call(_first_that_fits, [planner]), 0);
+}
+;[chosen, fits] = py.list(py.call(_first_that_fits, [py.call(_with_chunk, [planner, null])]));
+if ((py.t(fits) && py.t(py.call(_in_memory, [chosen])))) {
+return chosen;
+}
+length = planner.shape.micro_batch.length;
+sizes = (() => { const made$ = []; for (const t3 of py.iter(py.range(py.sub(py.bit_length(SMALLEST), 1), py.bit_length(py.sub(length, 1))))) { const power = t3; made$.push(py.shl(1, power)); } return made$; })();
+;[low, high] = py.list([0, py.len(sizes)]);
+fitting = null;
+while (py.lt(low, high)) {
+middle = py.floordiv(py.add(py.add(low, high), 1), 2);
+;[candidate, fits] = py.list(py.call(_first_that_fits, [py.call(_with_chunk, [planner, py.item(sizes, py.sub(middle, 1))])]));
+if ((py.t(fits) && py.t(py.call(_in_memory, [candidate])))) {
+fitting = candidate;
+low = middle;
+} else {
+high = py.sub(middle, 1);
+}
+}
+if ((fitting != null)) {
+return fitting;
+}
+return (py.t(sizes) ? py.item(py.call(_first_that_fits, [py.call(_with_chunk, [planner, py.item(sizes, 0)])]), 0) : chosen);
+}, ["planner"]);
+const _with_chunk = py.named(function(planner, chunk) {
+let micro_batch;
+micro_batch = py.replace(planner.shape.micro_batch, {chunk: chunk});
+return py.replace(planner, {config: py.method(planner.config, 'model_copy', [], {update: new Map([["sequence_chunk", chunk]])}), shape: py.replace(planner.shape, {micro_batch: micro_batch}), workload: ((planner.workload == null) ? null : planner.work(micro_batch)), timings: null, chooses_chunk: true});
+}, ["planner", "chunk"]);
+const _in_memory = py.named(function(planner) {
+let free;
+if ((planner.config.device_memory != null)) {
+return true;
+}
+free = planner.machine_state.free(planner.processes);
+return py.either((!py.t(free)), () => py.le(py.sum(py.values(planner.needs().device)), free));
+}, ["planner"]);
+const _first_that_fits = py.named(function(planner) {
+let candidate, choice, error, fastest, leased, refused;
 refused = null;
 candidate = planner;
-for (const t3 of py.iter(py.call(candidates, [planner]))) { choice = t3;
+for (const t4 of py.iter(py.call(candidates, [planner]))) { choice = t4;
 leased = [choice.head_in_pieces, choice.experts, choice.runs_again];
 if (py.eq(leased, refused)) {
 continue;
 }
 candidate = py.call(cut, [planner, choice]);
-let t4 = false;
+let t5 = false;
 try {
 candidate.needs();
-t4 = true;
+t5 = true;
 }
 catch (caught) {
 if (caught instanceof MemoryLimitError) {
@@ -2833,11 +2888,12 @@ refused = (py.has("device", error.where) ? refused : leased);
 } else
 { throw caught; }
 }
-if (t4) {
-return ((candidate.timings == null) ? candidate : py.call(_fastest, [candidate]));
+if (t5) {
+fastest = ((candidate.timings == null) ? candidate : py.call(_fastest, [candidate]));
+return [fastest, true];
 }
 }
-return candidate;
+return [candidate, false];
 }, ["planner"]);
 const _fastest = py.named(function(planner) {
 let fastest, least, quicker, taken;
@@ -2846,7 +2902,7 @@ return planner;
 }
 fastest = planner;
 least = py.call(_seconds, [planner]);
-while (py.t((quicker = (() => { const made$ = []; for (const t5 of py.iter((function*(t6) { for (const t7 of t6) { const choice = t7; yield py.call(cut, [fastest, choice]); } })(py.iter(py.call(_next_smaller, [fastest]))))) { const candidate = t5; if (py.lt((taken = py.call(_seconds, [candidate])), py.mul(WORTH_IT, least))) { made$.push([taken, candidate]); } } return made$; })()))) {
+while (py.t((quicker = (() => { const made$ = []; for (const t6 of py.iter((function*(t7) { for (const t8 of t7) { const choice = t8; yield py.call(cut, [fastest, choice]); } })(py.iter(py.call(_next_smaller, [fastest]))))) { const candidate = t6; if (py.lt((taken = py.call(_seconds, [candidate])), py.mul(WORTH_IT, least))) { made$.push([taken, candidate]); } } return made$; })()))) {
 ;[least, fastest] = py.list(py.min.call({key: ((pair) => (py.item(pair, 0)))}, quicker));
 }
 return fastest;
@@ -2886,24 +2942,24 @@ const _smaller = py.named(function*(planner, first) {
 let choices, counts, enough, length, row_counts, tokens;
 length = planner.shape.micro_batch.length;
 counts = [first.rows, ...py.iter(py.call(_fewer_rows, [planner]))];
-enough = py.max(1, py.sum((function*(t9) { for (const t10 of t9) { const rows = t10; yield py.ge(py.mul(rows, length), ENOUGH); } })(py.iter(counts))));
-for (const t11 of py.iter([py.slice(counts, null, enough, null), ...py.iter((function*(t12) { for (const t13 of t12) { const rows = t13; yield [rows]; } })(py.iter(py.slice(counts, enough, null, null))))])) { row_counts = t11;
-choices = (() => { const made$ = []; for (const t14 of py.iter(row_counts)) { const rows = t14; made$.push(py.replace(first, {rows: rows})); } return made$; })();
+enough = py.max(1, py.sum((function*(t10) { for (const t11 of t10) { const rows = t11; yield py.ge(py.mul(rows, length), ENOUGH); } })(py.iter(counts))));
+for (const t12 of py.iter([py.slice(counts, null, enough, null), ...py.iter((function*(t13) { for (const t14 of t13) { const rows = t14; yield [rows]; } })(py.iter(py.slice(counts, enough, null, null))))])) { row_counts = t12;
+choices = (() => { const made$ = []; for (const t15 of py.iter(row_counts)) { const rows = t15; made$.push(py.replace(first, {rows: rows})); } return made$; })();
 yield* py.iter(choices);
-for (const t15 of py.iter(LESS)) { tokens = t15;
-yield* py.iter((function*(t16) { for (const t17 of t16) { const choice = t17; if (py.has(tokens, py.call(_smaller_chunks, [py.call(cut, [planner, choice])]))) { yield py.replace(choice, {chunk_tokens: tokens}); } } })(py.iter(choices)));
+for (const t16 of py.iter(LESS)) { tokens = t16;
+yield* py.iter((function*(t17) { for (const t18 of t17) { const choice = t18; if (py.has(tokens, py.call(_smaller_chunks, [py.call(cut, [planner, choice])]))) { yield py.replace(choice, {chunk_tokens: tokens}); } } })(py.iter(choices)));
 }
 }
 }, ["planner", "first"]);
 const _next_smaller = py.named(function*(planner) {
 let choice, rows, tokens;
 choice = py.call(choice_of, [planner]);
-for (const t18 of py.iter(py.slice(py.call(_fewer_rows, [planner]), null, 1, null))) { rows = t18;
+for (const t19 of py.iter(py.slice(py.call(_fewer_rows, [planner]), null, 1, null))) { rows = t19;
 if (py.ge(py.mul(rows, planner.shape.micro_batch.length), ENOUGH)) {
 yield py.replace(choice, {rows: rows});
 }
 }
-for (const t19 of py.iter(py.call(_smaller_chunks, [planner]))) { tokens = t19;
+for (const t20 of py.iter(py.call(_smaller_chunks, [planner]))) { tokens = t20;
 if (py.eq(tokens, py.item(LESS, 0))) {
 yield py.replace(choice, {chunk_tokens: tokens});
 }
@@ -2933,7 +2989,7 @@ return [];
 if (py.le(planner.demand().working_bytes, work.most(0, planner.shape.num_micro_batches))) {
 return [];
 }
-return (() => { const made$ = []; for (const t20 of py.iter(LESS)) { const tokens = t20; if (py.lt(tokens, planner.shape.micro_batch.tokens)) { made$.push(tokens); } } return made$; })();
+return (() => { const made$ = []; for (const t21 of py.iter(LESS)) { const tokens = t21; if (py.lt(tokens, planner.shape.micro_batch.tokens)) { made$.push(tokens); } } return made$; })();
 }, ["planner"]);
 const _heads = py.named(function(blueprint) {
 if ((blueprint.head_in_pieces != null)) {
@@ -2967,10 +3023,10 @@ return null;
 throw py.call(ConfigError, [["experts cannot be leased in groups: ", py.format(why, "")].join('')], {where: SETTING, how: "set it to null"});
 }
 most = blueprint.most_experts;
-sizes = (py.t(py.isinstance(asked, py.int)) ? [asked] : (() => { const made$ = []; for (const t21 of py.iter(py.range(1, py.bit_length(most)))) { const halved = t21; made$.push(py.shr(most, halved)); } return made$; })());
-groups = (() => { const made$ = []; for (const t22 of py.iter(sizes)) { const size = t22; if ((!py.t(automatic) || py.ge(py.mul(size, FEW_GROUPS), most))) { made$.push([size, false]); } } return made$; })();
-groups = py.add(groups, (() => { const made$ = []; for (const t23 of py.iter(sizes)) { const size = t23; made$.push([size, true]); } return made$; })());
-for (const t24 of py.iter(groups)) { ;[size, runs_again] = py.list(t24);
+sizes = (py.t(py.isinstance(asked, py.int)) ? [asked] : (() => { const made$ = []; for (const t22 of py.iter(py.range(1, py.bit_length(most)))) { const halved = t22; made$.push(py.shr(most, halved)); } return made$; })());
+groups = (() => { const made$ = []; for (const t23 of py.iter(sizes)) { const size = t23; if ((!py.t(automatic) || py.ge(py.mul(size, FEW_GROUPS), most))) { made$.push([size, false]); } } return made$; })();
+groups = py.add(groups, (() => { const made$ = []; for (const t24 of py.iter(sizes)) { const size = t24; made$.push([size, true]); } return made$; })());
+for (const t25 of py.iter(groups)) { ;[size, runs_again] = py.list(t25);
 try {
 blueprint.parts_of(size);
 }
@@ -2997,9 +3053,9 @@ without_experts = ["a ", py.format(model_class, ""), " has no stacked experts, o
 other_rows = ["objective: ", py.format(config.objective, ""), " has other rows than those that train"].join('');
 lacks_addresses = py.both((backend != null), () => (!py.t(py.call(has_addresses, [backend.device]))));
 reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], ["context_parallel_size takes parts of rows through whole layers", (config.context_parallel_size != null)], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
-return py.next((function*(t26) { for (const t27 of t26) { const [what, applies] = py.list(t27); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
+return py.next((function*(t27) { for (const t28 of t27) { const [what, applies] = py.list(t28); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
 }, ["planner"]);
-return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, WORTH_IT, _expert_groups, _fastest, _fewer_rows, _heads, _in_groups, _next_smaller, _seconds, _smaller, _smaller_chunks, _why_not_grouped, _with_head, best, candidates, choice_of, cut, seconds_decide};
+return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, SMALLEST, WORTH_IT, _expert_groups, _fastest, _fewer_rows, _first_that_fits, _heads, _in_groups, _in_memory, _next_smaller, _seconds, _smaller, _smaller_chunks, _why_not_grouped, _with_chunk, _with_head, best, candidates, choice_of, cut, seconds_decide};
 })();
 const lema_plan_plan = (() => {
 const math = stubs.math;
@@ -3023,6 +3079,7 @@ const CHUNK_TOKENS = stubs.CHUNK_TOKENS;
 const Packs = stubs.Packs;
 const packs_of = stubs.packs_of;
 const ConfigError = stubs.ConfigError;
+const MemoryLimitError = stubs.MemoryLimitError;
 const with_adapter = stubs.with_adapter;
 const ModelFiles = stubs.ModelFiles;
 const training_rows = stubs.training_rows;
@@ -3034,6 +3091,8 @@ const saved_elsewhere = lema_plan_cost.saved_elsewhere;
 const divided_note = stubs.divided_note;
 const ExpertSummary = stubs.ExpertSummary;
 const expert_summary = stubs.expert_summary;
+const LongRows = stubs.LongRows;
+const long_rows = stubs.long_rows;
 const Machine = lema_plan_machine.Machine;
 const Planner = stubs.Planner;
 const StepNeeds = stubs.StepNeeds;

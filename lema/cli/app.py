@@ -275,6 +275,12 @@ def plan(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show every part instead of sums.")
     ] = False,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Plan for rows of so many tokens, in chunks if the device needs them."
+        ),
+    ] = None,
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -284,11 +290,16 @@ def plan(
     from lema.train.phases.file import has_phases
 
     if phased := has_phases(config):
+        if max_length is not None:
+            what = "phases have lengths of their own"
+            raise ConfigError(what, where="--max-length", how="set max_length in the file")
         if plot is not None:
             raise ConfigError("a plan of phases has no plot", where="--plot", how="leave it out")
         file = phase_file_of(config, settings)
     else:
         checked = config_of(config, settings)
+        if max_length is not None:
+            checked = _with_rows(checked, max_length)
         check_written("--plot", plot, checked, config, begins=PICTURES)
     import_libraries(context, file.config if phased else checked, trusted=trust_remote_code)
     from lema.plan.machine import profile as find_profile
@@ -299,6 +310,15 @@ def plan(
         _plan_phases(file, as_json=as_json, **shared)
     else:
         _plan_run(checked, plot, as_json=as_json, verbose=verbose, **shared)
+
+
+def _with_rows(config: "LemaConfig", length: int) -> "LemaConfig":
+    """Return the settings for rows of a length, in chunks where whole rows do not fit, unless they
+    say otherwise."""
+    changes: dict[str, Any] = {"max_length": length}
+    if "sequence_chunk" not in config.model_fields_set:
+        changes["sequence_chunk"] = "auto"
+    return type(config)(**{**config.model_dump(exclude_unset=True), **changes})
 
 
 def _plan_phases(file: "PhaseFile", *, as_json: bool, **options: Any) -> None:

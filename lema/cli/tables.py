@@ -30,6 +30,8 @@ SUMS = ("in all", "tokens of full rows", "takes", "tokens per second", "costs")
 TIMED = {"takes", "limited by", "computing", "on the link", "on the disk", "tokens per second"}
 TIMED |= {f"waiting for {what}" for what in ("the disk", "the link", "activations")}
 
+LONG_ROWS = "a long row"
+
 Row = tuple[str, str, str]
 
 
@@ -57,6 +59,7 @@ def rows(plan: Plan, *, limits: bool = True) -> Iterator[Row]:
             for part, size in experts.parts.items()
             if size
         )
+    yield from _long_rows(plan)
     if limits:
         yield from _limits(plan)
     machine = plan.machine
@@ -90,7 +93,7 @@ def show_plan(plan: Plan, console: Console, *, verbose: bool = False) -> None:
     shown = [
         row
         for row in rows(plan, limits=verbose)
-        if verbose or row[1] in SUMS or row[0] in ("note", "the run")
+        if verbose or row[1] in SUMS or row[0] in ("note", "the run", LONG_ROWS)
     ]
     styled_rows = (
         tuple(Text(cell, "bold") for cell in row) if row[1] == "in all" else row for row in shown
@@ -110,6 +113,20 @@ def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> It
         if size:
             yield section, MEMORY_PARTS[part], human_bytes(size)
     yield section, "in all", f"{human_bytes(peak)} of {human_bytes(limit)}"
+
+
+def _long_rows(plan: Plan) -> Iterator[Row]:
+    """Yield what rows take that go through layers in chunks."""
+    if (long := plan.long_rows) is None:
+        return
+    section = LONG_ROWS
+    yield section, "tokens of the longest", f"{long.length:,}"
+    yield section, "tokens that go through a layer at once", f"{long.chunk:,}"
+    yield section, "of all operations attention", f"{long.attention:.0%}"
+    for what, size in long.layer.items():
+        yield section, what, human_bytes(size)
+    yield section, "tokens that would fit", f"{long.longest:,}"
+    yield section, long.reason, ""
 
 
 def _limits(plan: Plan) -> Iterator[Row]:

@@ -314,11 +314,12 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     them, for rows that are longer than the model was made for: {rope_type: yarn, factor: 4.0}. What
     is left out of the base and of layer types is the model's. The adapter keeps them, and they go
     into a merged model's config.json. null: the model's own."""
-    sequence_chunk: Reported[Annotated[int, Field(ge=2)] | None] = None
+    sequence_chunk: Reported[Annotated[int, Field(ge=2)] | Literal["auto"] | None] = None
     """Tokens of a sequence that go through a layer at once: longer sequences go through each layer
     in chunks, of which only one has activations at a time. Weights are read twice in a step all the
-    same. Losses and gradients change by rounding, and with dropout also the random numbers. None:
-    whole sequences."""
+    same. Losses and gradients change by rounding, and with dropout also the random numbers. auto:
+    the largest power of two with which a step fits into `device_memory`, or whole sequences if they
+    fit; a resumed run keeps it. null: whole sequences."""
     context_parallel_size: Reported[Annotated[int, Field(ge=2)] | None] = None
     """Processes that divide the sequence of each row between them (context parallelism), of those
     that `torchrun` starts. Losses and gradients change as with `sequence_chunk`, which then says
@@ -557,6 +558,8 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
         }
         if setting == DIVIDED:
             untested |= {
+                # which a plan of whole rows would choose
+                "sequence_chunk: auto": self.sequence_chunk == "auto",
                 # whose losses are of whole rows
                 f"objective: {self.objective}": self.objective != "sft",
                 # which goes by the length of the sequence

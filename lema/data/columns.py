@@ -180,7 +180,13 @@ def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS
             example = _instruction(row, forms, chat_template=chat_template)
         case _:
             return Text("", _text(row, "text"))
-    return with_system(row, example, forms) if isinstance(example, Chat) else example
+    if not isinstance(example, Chat):
+        return example
+    if example.pictures and not forms.pictures:
+        what = "'content' holds something other than text"
+        how = "set modalities: all for a model that sees images"
+        raise row.broken(what, at=example.pictures[0].at, how=how)
+    return with_system(row, example, forms)
 
 
 def with_system(row: Row, chat: Chat, forms: Forms) -> Chat:

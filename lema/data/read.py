@@ -78,7 +78,8 @@ def prepare_data(
     """
     _check_lengths(max_length, overlong)
     files = given_files(data)
-    readers = Readers(files, forms or Forms(), tokenizer)
+    forms = replace(forms or Forms(), pictures=images is not None)
+    readers = Readers(files, forms, tokenizer)
     remarks = Remarks()
     images = None if images is None else images.at(folders_of(files))
     readings = {

@@ -191,14 +191,9 @@ def _example(row: Row, kind: Kind, reading: Reading) -> Example:
 
 
 def _with_images(row: Row, example: Example, reading: Reading) -> Example:
-    """Return an example with the images of its row. `DataError`: there are some, and the model is
-    opened for text alone, or the row is no chat."""
+    """Return an example with the images of its row. `DataError`: there are some, and the row is no
+    chat."""
     if reading.images is None:
-        if isinstance(example, Chat) and example.pictures:
-            how = "set modalities: all for a model that sees images"
-            raise row.broken(
-                "'content' holds something other than text", at=example.pictures[0].at, how=how
-            )
         return example
     if isinstance(example, Chat):
         return with_column(row, example)

@@ -50,6 +50,7 @@ from lema.engine.layers.saving import Saving
 from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_leaves
 from lema.errors import ConfigError
+from lema.model.capture import draws
 from lema.model.flow import LayerCall, Prelude
 from lema.model.layers.routing import RowChoices
 from lema.model.sequence.chunks import ChunkedCall
@@ -281,6 +282,7 @@ class LayerStack:
             streamed.engine.train_weights(adapter_leaves(split.layers, self._gradient_sums))
         size = streamed.sequence_chunk
         self._prefill = None if size is None else Prefill(streamed.engine, size, streamed.layers)
+        self._replays = 0  # blocks in which routers are told what to choose
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
         self.supply: Callable[[StackCall], Sequence[Tensor]] = lambda call: self.run([call])[0]
 
@@ -320,9 +322,13 @@ class LayerStack:
             call.choose(rows)
             return supply(call)
 
-        with self.supplied_by(supply_chosen):
-            yield
-            rows.check_taken()
+        self._replays += 1
+        try:
+            with self.supplied_by(supply_chosen):
+                yield
+                rows.check_taken()
+        finally:
+            self._replays -= 1
 
     @property
     def takes_reference(self) -> bool:
@@ -524,8 +530,13 @@ class LayerStack:
                 if chunks is None:
                     prelude = split.prelude(few, {}, differentiate=differentiate, run=run)
                 else:
-                    prelude = chunks.prelude(differentiate=differentiate)
+                    prelude = chunks.prelude(differentiate=differentiate, shares=self._shares())
             yield prelude
+
+    def _shares(self) -> bool:
+        """Whether tokens with which all rows of a micro-batch begin may be computed once: no row
+        draws or is told anything of its own there."""
+        return not self._replays and not draws(self.streamed.split.model)
 
     def _chunks(self, arguments: Mapping[str, Any]) -> CallChunks | None:
         """Return the chunks of a call with these arguments; None: its rows are no longer than

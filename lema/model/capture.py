@@ -20,6 +20,7 @@ import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
 
@@ -44,6 +45,8 @@ Shared = MutableMapping[Any, Any]
 T = TypeVar("T")
 Tree = TypeVar("Tree")  # a value: nested tuples, lists and dictionaries
 FEW_TOKENS = 8
+# in names of attributes that are a probability to drop something, or a strength of noise
+DRAWN = ("drop", "jitter", "noise")
 
 
 @dataclass(frozen=True)
@@ -301,6 +304,20 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether a model may draw random numbers as it runs: whether a module that trains has a
+    probability to drop something, or a strength of noise."""
+    return any(
+        (isinstance(module, _DropoutNd) and module.p > 0)
+        or any(
+            isinstance(value, int | float) and value > 0 and any(word in name for word in DRAWN)
+            for name, value in vars(module).items()
+        )
+        for module in model.modules()
+        if module.training
+    )
 
 
 def without_casts(layer: nn.Module) -> None:

@@ -392,8 +392,7 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         first = config.max_train_samples if data is config.train_data else config.max_eval_samples
         data = data_files(cast("Any", data), first)  # of data sets by name, one after the other
     text = files.config.get_text_config()
-    # the tokenizer has the template
-    forms = replace(forms_of(config), chat_template=None, pictures=config.modalities == "all")
+    forms = replace(forms_of(config), chat_template=None)  # the tokenizer has it
     longest = longest_row(config.max_length, num_positions(text, config))
     options: dict[str, Any] = {
         "max_length": sys.maxsize

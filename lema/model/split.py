@@ -188,10 +188,12 @@ class Split:
         differentiate: bool = False,
     ) -> Prelude:
         """Run the model up to its layers, as `prelude` does, `size` tokens at a time, or the
-        chunks that this process has of a division; the calls are `ChunkedCall`. `ConfigError`: the
+        chunks that this process has of a division; the calls are `ChunkedCall`. Tokens with which
+        all rows begin are computed once, if no row draws anything of its own. `ConfigError`: the
         model, or the batch, cannot be cut."""
         self._begin(batch, first_layer_weights)
-        return self.rows_in_chunks(batch, size).prelude(differentiate=differentiate)
+        rows = self.rows_in_chunks(batch, size, shares=not capture.draws(self.model))
+        return rows.prelude(differentiate=differentiate)
 
     def rows_in_chunks(
         self,
@@ -200,6 +202,7 @@ class Split:
         call: ModelCall | None = None,
         *,
         leaves_out_padding: bool = False,
+        shares: bool = False,
     ) -> ChunkedRows:
         """Return the chunks of a micro-batch. `ConfigError`: it cannot be cut.
 
@@ -208,10 +211,17 @@ class Split:
             size: tokens of a chunk, or how processes divide its rows.
             call: calls the part of the model that holds the layers; None: the whole model.
             leaves_out_padding: as in `ChunkedRows`.
+            shares: as in `ChunkedRows`.
         """
         front = partial(self._chunk_front, call or self._logits)
         return ChunkedRows(
-            self.model, self.layers, front, batch, size, leaves_out_padding=leaves_out_padding
+            self.model,
+            self.layers,
+            front,
+            batch,
+            size,
+            leaves_out_padding=leaves_out_padding,
+            shares=shares,
         )
 
     def sequence_kinds(self) -> list[LayerKind]:

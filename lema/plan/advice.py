@@ -46,6 +46,9 @@ def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
         demands = (
             [(f"loss_chunk_tokens: {chunk // 4}", demand(batch, chunk // 4))] if chunk >= 4 else []
         )
+        if batch.is_cut and batch.chunk is not None and batch.chunk > 2:
+            half = replace(batch, chunk=batch.chunk // 2)
+            demands.append((f"sequence_chunk: {half.chunk}", demand(half, chunk)))
         if batch.length > 1:
             shorter = replace(batch, length=batch.length // 2)
             demands.append((f"max_length: {shorter.length}", demand(shorter, chunk)))

@@ -28,6 +28,7 @@ LESS = (256, 64)
 # groups of a layer: rather than use more, run the part before the experts again, so that less waits
 FEW_GROUPS = 8
 SETTING = "experts_per_slot"
+SMALLEST = 256  # tokens of a chunk: those of fewer compute slower than their tokens tell
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Choice:
     experts: int = 0  # of a layer that are leased together; 0: all layers are whole
     # whether what such a layer has before its experts is run twice in the backward
     runs_again: bool = False
+    chunk: int | None = None  # tokens that go through a layer at once; None: all of a row
 
 
 def choice_of(planner: Planner) -> Choice:
@@ -50,6 +52,7 @@ def choice_of(planner: Planner) -> Choice:
         bool(planner.blueprint.head_in_pieces),
         planner.blueprint.experts,
         planner.blueprint.runs_again,
+        planner.shape.micro_batch.chunk,
     )
 
 
@@ -61,7 +64,7 @@ def cut(planner: Planner, choice: Choice) -> Planner:
     """
     blueprint = _in_groups(planner.blueprint, choice.experts, runs_again=choice.runs_again)
     blueprint = _with_head(blueprint, in_pieces=choice.head_in_pieces)
-    micro_batch = replace(planner.shape.micro_batch, rows=choice.rows)
+    micro_batch = replace(planner.shape.micro_batch, rows=choice.rows, chunk=choice.chunk)
     longer = choice.rows / planner.shape.micro_batch.rows
     planner = replace(
         planner,
@@ -134,7 +137,56 @@ def candidates(planner: Planner) -> Iterator[Choice]:
 
 def best(planner: Planner) -> Planner:
     """Return the planner of the first candidate that fits, and if seconds are known of a faster
-    one; if none fits that of the last, which says so when it is asked for its needs."""
+    one; if none fits that of the last, which says so when it is asked for its needs.
+
+    Where the settings leave it open, rows go through layers as they are if any candidate fits so,
+    else in the largest chunks with which one does."""
+    if planner.config.sequence_chunk != "auto":
+        return _first_that_fits(planner)[0]
+    chosen, fits = _first_that_fits(_with_chunk(planner, None))
+    if fits and _in_memory(chosen):
+        return chosen
+    length = planner.shape.micro_batch.length
+    sizes = [1 << power for power in range(SMALLEST.bit_length() - 1, (length - 1).bit_length())]
+    low, high = 0, len(sizes)  # of the sizes, as many fit
+    fitting = None
+    while low < high:
+        middle = (low + high + 1) // 2
+        candidate, fits = _first_that_fits(_with_chunk(planner, sizes[middle - 1]))
+        if fits and _in_memory(candidate):
+            fitting = candidate
+            low = middle
+        else:
+            high = middle - 1
+    if fitting is not None:
+        return fitting
+    return _first_that_fits(_with_chunk(planner, sizes[0]))[0] if sizes else chosen
+
+
+def _with_chunk(planner: Planner, chunk: int | None) -> Planner:
+    """Return the planner of the same steps in chunks of a size; None: of whole rows."""
+    micro_batch = replace(planner.shape.micro_batch, chunk=chunk)
+    return replace(
+        planner,
+        config=planner.config.model_copy(update={"sequence_chunk": chunk}),
+        shape=replace(planner.shape, micro_batch=micro_batch),
+        workload=None if planner.workload is None else planner.work(micro_batch),
+        timings=None,
+        chooses_chunk=True,
+    )
+
+
+def _in_memory(planner: Planner) -> bool:
+    """Whether a step fits the device where the settings limit it no further."""
+    if planner.config.device_memory is not None:
+        return True
+    free = planner.machine_state.free(planner.processes)
+    return not free or sum(planner.needs().device.values()) <= free
+
+
+def _first_that_fits(planner: Planner) -> tuple[Planner, bool]:
+    """Return the planner of the first candidate that fits, or else of the last, and whether it
+    does."""
     refused = None  # for lack of host memory, which fewer rows do not help
     candidate = planner
     for choice in candidates(planner):
@@ -147,8 +199,9 @@ def best(planner: Planner) -> Planner:
         except MemoryLimitError as error:
             refused = refused if "device" in error.where else leased
         else:
-            return candidate if candidate.timings is None else _fastest(candidate)
-    return candidate
+            fastest = candidate if candidate.timings is None else _fastest(candidate)
+            return fastest, True
+    return candidate, False
 
 
 def _fastest(planner: Planner) -> Planner:

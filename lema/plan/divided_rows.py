@@ -26,7 +26,8 @@ def in_parts(config: LemaConfig, positions: int | None) -> LemaConfig:
     if size is None:
         return config
     part = max(2, -(-longest_row(config.max_length, positions) // (NUM_ROUNDS * size)))
-    chunk = part if config.sequence_chunk is None else min(part, config.sequence_chunk)
+    size = config.sequence_chunk
+    chunk = min(part, size) if isinstance(size, int) else part
     return config.model_copy(update={"sequence_chunk": chunk})
 
 

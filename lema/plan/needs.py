@@ -33,6 +33,7 @@ from lema.plan.memory import device_parts, host_parts
 from lema.plan.simulation.simulator import Simulated, simulate
 from lema.plan.trainable_bytes import training_of
 from lema.plan.work.chunk_work import in_chunks
+from lema.plan.work.long_rows import lengthened, run_length
 from lema.plan.work.step import StepShape, Timings, demand_of
 from lema.plan.work.workload import MicroBatch, Workload, measure
 
@@ -56,6 +57,8 @@ class Planner:
     note: str = ""  # what is not counted, and why; empty: everything is
     # that a model is open on, whose processes plan together; None: it is not open
     backend: Backend | None = None
+    # whether the plan has chosen how many tokens go through a layer at once
+    chooses_chunk: bool = False
     # what was looked at already
     workload_cache: dict[tuple[MicroBatch, int, bool], Workload] = field(default_factory=dict)
 
@@ -123,8 +126,25 @@ class Planner:
         """
         chunk = chunk_tokens or self.config.loss_chunk_tokens or CHUNK_TOKENS
         drawn = self.blueprint
+        key = (batch, chunk, bool(drawn.pieces))
+        if key not in self.workload_cache:
+            if batch.is_cut:
+                short = replace(batch, length=run_length(batch.length), chunk=None)
+                double = replace(short, length=2 * short.length)
+                factor = batch.length / short.length
+                work = lengthened(self._run(short, chunk), self._run(double, chunk), factor)
+                work = in_chunks(work, drawn.split, drawn.layers, batch)
+            else:
+                work = self._run(replace(batch, chunk=None), chunk)
+            self.workload_cache[key] = work
+        return with_waiting(self.blueprint, batch, self.workload_cache[key])
+
+    def _run(self, batch: MicroBatch, chunk_tokens: int) -> Workload:
+        """Run a micro-batch of whole rows without values, unless one like it has been run."""
+        drawn = self.blueprint
         head = drawn.head if drawn.pieces else None  # which takes longest, and most heads fit whole
-        if (key := (batch, chunk, head is not None)) not in self.workload_cache:
+        key = (batch, chunk_tokens, head is not None)
+        if key not in self.workload_cache:
             measured = next(
                 (
                     work
@@ -134,9 +154,9 @@ class Planner:
                 None,
             )
             measure_args = drawn.names, drawn.parallel, head, measured, drawn.split
-            work = measure(drawn.model, drawn.layers, batch, chunk, *measure_args)
-            self.workload_cache[key] = in_chunks(work, drawn.split, drawn.layers, batch)
-        return with_waiting(self.blueprint, batch, self.workload_cache[key])
+            work = measure(drawn.model, drawn.layers, batch, chunk_tokens, *measure_args)
+            self.workload_cache[key] = work
+        return self.workload_cache[key]
 
     def allocation(self, demand: Demand, **changes: Any) -> Allocation:
         """Return which layers, activations and inputs of layers memory is spent on, with some
@@ -192,6 +212,8 @@ class Planner:
         """
         rows = self.shape.micro_batch.rows
         settings = {"loss_chunk_tokens": self.config.loss_chunk_tokens}
+        if self.chooses_chunk:
+            settings["sequence_chunk"] = self.shape.micro_batch.chunk
         is_full = rows * self.config.gradient_accumulation_steps >= self.shape.num_rows
         return (
             settings

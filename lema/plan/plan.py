@@ -16,13 +16,14 @@ from lema.data.forms import beyond_positions, num_positions
 from lema.data.preference import PreferenceDataset
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.packing import Packs, packs_of
-from lema.errors import ConfigError
+from lema.errors import ConfigError, MemoryLimitError
 from lema.lora.files import with_adapter
 from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
 from lema.plan.divided_rows import divided_note
 from lema.plan.groups import ExpertSummary, expert_summary
+from lema.plan.work.lengths import LongRows, long_rows
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, timed
 from lema.plan.simulation.simulator import Simulated
@@ -55,7 +56,7 @@ JSON_FIELDS = (  # of a plan
         "room",
         "epoch",
     ),
-    *("experts", "notes", "tokens_per_second"),
+    *("experts", "notes", "tokens_per_second", "long_rows"),
 )
 
 
@@ -125,6 +126,13 @@ class Plan:
         two more plans.
         """
         return _headroom(self.needs, self.memory, self.step.seconds)
+
+    @cached_property
+    def long_rows(self) -> LongRows | None:
+        """What rows take that go through layers in chunks, and how long they may become; None: no
+        row does.
+        """
+        return long_rows(self.needs.planner)
 
     @property
     def crossover(self) -> float | None:
@@ -203,7 +211,12 @@ def make_plan(
     planner = planner_of(with_adapter(config), machine, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"price": price, "trust_remote_code": trust_remote_code}
     if planner.config.tokens_per_step != "auto":
-        return plan_with(planner, **options), planner
+        try:
+            return plan_with(planner, **options), planner
+        except MemoryLimitError as error:
+            if (rows := long_rows(planner)) is not None:
+                error.how += f"; rows of up to {rows.longest:,} tokens fit: {rows.reason}"
+            raise
     plan = plan_with(planner := _with_tokens(planner), **options)
     note = (
         f"tokens_per_step: auto is {planner.config.tokens_per_step:,}, from which reading is "

@@ -34,7 +34,8 @@ from lema.plan.machine import (
 )
 from lema.plan.measure import calibrate, estimate, probe, process_bytes
 from lema.plan.needs import Planner, StepNeeds
-from lema.plan.work.step import Timings, by_arithmetic, step_shape
+from lema.plan.work.long_rows import in_proportion, timed_batch
+from lema.plan.work.step import StepShape, Timings, by_arithmetic, step_shape
 from lema.plan.work.workload import MicroBatch, Workload
 
 __all__ = [
@@ -109,9 +110,7 @@ def planner_of(
                 replace(planner, note=f"{error.what}: activations and hours are not counted")
             )
         if planner.workload is not None and backend is not None and planner.blueprint.parts is None:
-            measured, timings = probe(
-                planner.blueprint, planner.workload, planner.config, planner.shape, backend
-            )
+            measured, timings = _probed(planner, planner.workload, backend)
             # The process is looked at with what computing a layer has left behind in it, as it does
             # in training.
             machine_state = replace(machine_state, machine=measured, process_bytes=process_bytes())
@@ -151,6 +150,10 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
     from; else disk, link and one layer of each kind are, in a few seconds; of weights that train
     nothing is. Several processes ask for it at once, and get the same. Activations count where they
     can be told; else weights alone, with a warning where limits are numbers."""
+    leaves_chunk = planner.config.sequence_chunk == "auto"
+    if leaves_chunk and not trains:  # for rows that are only evaluated
+        whole = planner.config.model_copy(update={"sequence_chunk": None})
+        planner = replace(planner, config=whole)
     config = planner.config
     machine_state = planner.machine_state
     if planner.blueprint.trained is not None:
@@ -162,8 +165,9 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
         return best(planner)
     limited = config.device_memory not in (None, "auto") or config.host_memory is not None
     unlimited = planner.unlimited()
+    unlimited_memory = config.device_memory is None and not limited
     if not trains or (
-        config.device_memory is None and not limited and not machine_state.resident_fraction
+        unlimited_memory and not machine_state.resident_fraction and not leaves_chunk
     ):
         if (
             trains
@@ -211,7 +215,10 @@ def timed(planner: Planner) -> Planner:
     ):
         return planner
     if blueprint.parts is None:
-        measured = calibrate(blueprint, work, planner.shape, backend)
+        timed_shape, timed_work = _timed_step(planner, work)
+        measured = calibrate(blueprint, timed_work, timed_shape, backend)
+        if timed_work is not work:
+            measured = measured[0], in_proportion(measured[1], timed_work, work)
     else:
         machine, timings = _estimated(planner, work, backend)
         measured = machine.speeds, timings
@@ -222,6 +229,25 @@ def timed(planner: Planner) -> Planner:
         timings=timings,
         machine_state=replace(machine_state, machine=replace(machine_state.machine, speeds=speeds)),
     )
+
+
+def _timed_step(planner: Planner, work: Workload) -> tuple[StepShape, Workload]:
+    """Return the step that is timed in the place of a planner's, and what a micro-batch of it
+    costs.
+    """
+    batch = timed_batch(planner.shape.micro_batch)
+    if batch == planner.shape.micro_batch:
+        return planner.shape, work
+    return StepShape(batch, batch.rows), planner.work(batch)
+
+
+def _probed(planner: Planner, work: Workload, backend: Backend) -> tuple[Machine, Timings]:
+    """Measure this machine, and the seconds of a micro-batch."""
+    shape, timed_work = _timed_step(planner, work)
+    machine, timings = probe(planner.blueprint, timed_work, planner.config, shape, backend)
+    if timed_work is work:
+        return machine, timings
+    return machine, in_proportion(timings, timed_work, work)
 
 
 def _estimated(planner: Planner, work: Workload, backend: Backend) -> tuple[Machine, Timings]:

@@ -139,9 +139,15 @@ def _prepare(model: LemaModel, out: Callable[[str], None]) -> None:
         out(f"{replicas.num_processes} processes, {participants} with {share}")
     check_dividing(replicas, model.config.context_parallel_size)
     model.initialize_lora()
+    leaves_chunk = model.config.sequence_chunk == "auto"
     if model.settle_tokens():
         tokens = model.config.tokens_per_step
         out(f"tokens_per_step: auto is {tokens:,}, from which reading is hidden behind computing")
+    if leaves_chunk:
+        model.allocation  # noqa: B018 - which chooses it
+        batch = model.planner.shape.micro_batch
+        chosen = "none, because they fit as they are" if batch.chunk is None else f"{batch.chunk:,}"
+        out(f"sequence_chunk: auto is {chosen}, for rows of {batch.length:,} tokens")
 
 
 def _about(model: LemaModel) -> Iterator[str]:

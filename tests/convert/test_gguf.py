@@ -16,11 +16,14 @@ import psutil
 import pytest
 import torch
 from clirun import lema
+from imageprocessors import publish_with_processor
+from imagerows import TOWERLESS
+from peft import LoraConfig
 from safetensors.torch import load_file
 from smallrun import opened, settings, write_model
 from test_export import products, trained
 
-from lema import LemaModel
+from lema import LemaModel, streamed
 from lema.convert import merge_adapter
 from lema.convert.gguf.export import MODEL_FILE, QUANTIZED, export_gguf
 from lema.convert.gguf.llamacpp import (
@@ -416,3 +419,21 @@ def test_adapter_still_opens_after_the_export(
     assert before == {file.name: file.read_bytes() for file in adapter.iterdir() if file.is_file()}
     with closing(LemaModel.from_pretrained(adapter, device="cpu")) as model:
         assert list(model.get_trainable_parameters())
+
+
+def test_towers_are_not_in_the_file_and_adapters_of_them_are_refused(
+    llama_cpp: Path, tmp_path: Path
+) -> None:
+    directory = publish_with_processor("llava", tmp_path / "model")
+    for targets, adapter in ((TOWERLESS, "text"), ("all-linear", "towers")):
+        config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+        with closing(streamed(directory, config, modalities="all", device="cpu")) as model:
+            model.save_pretrained(str(tmp_path / adapter))
+    written = export_gguf(tmp_path / "text", tmp_path / "gguf", llama_cpp=llama_cpp)
+    assert any("--mmproj" in note and "vision_tower" in note for note in written.notes)
+    for alone in (False, True):
+        with pytest.raises(ConfigError, match="the adapter adapts towers"):
+            export_gguf(
+                tmp_path / "towers", tmp_path / "out", llama_cpp=llama_cpp, adapter_alone=alone
+            )
+    assert not (tmp_path / "out").exists()

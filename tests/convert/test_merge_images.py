@@ -22,6 +22,8 @@ from transformers import AutoConfig
 
 import lema
 from lema.convert import merge_adapter
+from lema.convert.serving.export import export_adapter
+from lema.errors import ConfigError
 from lema.model.skeleton import find_layers
 
 COMPANIONS = {
@@ -112,3 +114,30 @@ def test_the_merged_model_sees_what_peft_s_does(
         assert written and all(re.fullmatch(rf"{TOWERLESS}(\.weight)?", name) for name in written)
     else:
         assert on_towers
+
+
+@pytest.mark.parametrize("model_type", ["llava", "qwen2_vl", "qwen3_vl", "gemma3", "idefics3"])
+def test_an_adapter_of_the_language_model_has_published_names_for_a_server(
+    model_type: str, published: Directories, tmp_path: Path
+) -> None:
+    directory = published(model_type)
+    targets = TOWERLESS.replace("q_proj|", "q_proj|v_proj|", 1)  # which SGLang reads together
+    trained(directory, tmp_path / "adapter", targets)
+    names = {name.removesuffix(".weight") for name in stored(directory)}
+    for layout in ("vllm", "sglang", "per-expert"):
+        exported = export_adapter(tmp_path / "adapter", tmp_path / layout, layout)  # type: ignore[arg-type] # one of these
+        adapted = {
+            re.sub(r"^base_model\.model\.|\.lora_[AB]\.weight$", "", name)
+            for name in stored(exported.directory)
+        }
+        assert adapted and adapted <= names
+
+
+@pytest.mark.parametrize("layout", ["vllm", "sglang"])
+def test_a_server_takes_no_adapter_of_a_tower(
+    layout: Any, published: Directories, tmp_path: Path
+) -> None:
+    trained(published("llava"), tmp_path / "adapter", "all-linear")
+    with pytest.raises(ConfigError, match="adapters of towers, which see images or hear"):
+        export_adapter(tmp_path / "adapter", tmp_path / "out", layout)
+    assert export_adapter(tmp_path / "adapter", tmp_path / "out", "peft").directory.is_dir()

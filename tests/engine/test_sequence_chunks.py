@@ -271,10 +271,12 @@ def test_weights_of_layers_that_train_themselves(
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("parts", [(5, 3), (2, 2, 2, 2)], ids=["several", "pairs"])
 @pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
 def test_rows_of_a_reference_go_in_chunks_as_well(
-    checkpoint_of: CheckpointOf, objective: str
+    checkpoint_of: CheckpointOf, objective: str, parts: tuple[int, ...]
 ) -> None:
+    """Of micro-batches that are a pair the prompt is computed once."""
     checkpoint = checkpoint_of("llama")
     batch = batch_of(examples(labelled=objective == "kto"))
     outcomes = []
@@ -283,7 +285,7 @@ def test_rows_of_a_reference_go_in_chunks_as_well(
             checkpoint, sequence_chunk=chunk, objective=objective
         ) as model:
             draw_b(model.lora_manager)
-            outcomes.append(streamed_step(model, parts_of(batch, 5, 3)))
+            outcomes.append(streamed_step(model, parts_of(batch, *parts)))
     expected, found = outcomes
     assert_close(found, expected)
 

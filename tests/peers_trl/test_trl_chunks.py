@@ -122,8 +122,8 @@ def compared(
         model.close()
     expected, found = results
     assert_close(found, expected)
+    # not bytes: which layers a pass finds in their slots depends on how far readers have come
     assert counters[0].leases == counters[1].leases
-    assert counters[0].bytes_uploaded == counters[1].bytes_uploaded
     return found, counters[1]
 
 

@@ -28,11 +28,14 @@ from lema.convert.gguf.llamacpp import (
 )
 from lema.convert.gguf.loraform import check_taken, write_lora
 from lema.convert.gguf.modelfile import modelfile_for
+from lema.convert.gguf.towers import check_no_towers, towers_note
 from lema.convert.merge import merge_adapter
 from lema.errors import ConfigError, ModelError, WeightsError
+from lema.lora.attach import param_filter
 from lema.lora.files import CONFIG, read_settings
 from lema.lora.merge import wrapped
 from lema.model.files import ModelFiles
+from lema.model.skeleton import find_towers
 from lema.storage.atomic import appearing, free_directory
 from lema.storage.modelfiles import check_code, load_generation_config, load_tokenizer
 from lema.storage.regular import check_separate
@@ -176,6 +179,11 @@ def _write_model(
     note: Callable[[str], object],
 ) -> GgufExport:
     system, date = _of_run(source)
+    if not is_delta(source) and not _is_model(source):
+        quiet = {"trust_remote_code": trust_remote_code, "note": lambda _: None}
+        opened = open_adapter(source, base_dir, **quiet)
+        skeleton = opened.base.skeleton
+        check_no_towers(find_towers(skeleton), param_filter(skeleton, opened.lora))
     with appearing(out) as partial:
         model = partial / "merged"
         if is_delta(source):
@@ -194,12 +202,13 @@ def _write_model(
             tokenizer, f"./{MODEL_FILE}", end_tokens=_end_tokens(model), system=system, date=date
         )
         (partial / MODELFILE).write_text(modelfile.text(), encoding="utf-8", newline="\n")
+        of_towers = towers_note(model, trust_remote_code=trust_remote_code)
         tools.convert(model, partial / MODEL_FILE, [])
         if model is not source:
             shutil.rmtree(model)
     file = out / MODEL_FILE
     lines = (f"llama-server -m {_word(file)}", _ollama_line(out))
-    return GgufExport(out, file, lines, modelfile.notes)
+    return GgufExport(out, file, lines, (*of_towers, *modelfile.notes))
 
 
 def _write_adapter(
@@ -214,8 +223,11 @@ def _write_adapter(
     opened = open_adapter(source, base_dir, trust_remote_code=trust_remote_code, note=note)
     base = opened.base.directory
     check_separate(out, [base])
+    towers = find_towers(opened.base.skeleton)
     opened.attach()
-    check_taken(opened.lora, [name for name, _ in wrapped(opened.base.skeleton)])
+    adapted = [name for name, _ in wrapped(opened.base.skeleton)]
+    check_taken(opened.lora, adapted)
+    check_no_towers(towers, adapted)
     _check_code(base, trusted=trust_remote_code)
     files = ModelFiles(
         opened.settings, trust_remote_code=trust_remote_code, directory=base, adapter=source

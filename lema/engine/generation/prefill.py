@@ -95,7 +95,7 @@ class Prefill:
         given = _cache_of(arguments)
         cache = DynamicCache(config=split.model.config) if given is None else given
         chunks = CallChunks(split, forward, arguments, self._size, engine.backend.device)
-        rows = chunks.rows(leaves_out_padding=_ends_in_tokens(arguments))
+        rows = chunks.rows(leaves_out_padding=_ends_in_tokens(arguments), shares=True)
         in_layers = _in_front(rows.prelude())
         order = stream.forward_order()
         if not stream.announced:

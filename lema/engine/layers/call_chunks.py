@@ -88,16 +88,21 @@ class CallChunks:
             if isinstance(value, Tensor) and value.dim():
                 raise refusal(f"the model is given {key}, which may belong to the whole sequence")
 
-    def rows(self, *, leaves_out_padding: bool) -> ChunkedRows:
-        """Return the chunks of the call's rows; the argument is that of `ChunkedRows`."""
+    def rows(self, *, leaves_out_padding: bool, shares: bool) -> ChunkedRows:
+        """Return the chunks of the call's rows; the arguments are those of `ChunkedRows`."""
         return self._split.rows_in_chunks(
-            self._batch, self._size, self._call, leaves_out_padding=leaves_out_padding
+            self._batch,
+            self._size,
+            self._call,
+            leaves_out_padding=leaves_out_padding,
+            shares=shares,
         )
 
-    def prelude(self, *, differentiate: bool) -> Prelude:
+    def prelude(self, *, differentiate: bool, shares: bool) -> Prelude:
         """Run the model's own code before the layers; padding that all rows share is in no
-        chunk."""
-        return self.rows(leaves_out_padding=True).prelude(differentiate=differentiate)
+        chunk. `shares`: as in `ChunkedRows`."""
+        rows = self.rows(leaves_out_padding=True, shares=shares)
+        return rows.prelude(differentiate=differentiate)
 
     def finish(self, hidden: Tensor) -> Any:
         """Return what the module makes of the last layer's output, `[rows, sequence, hidden]`."""

@@ -86,7 +86,7 @@ class ChunkVisit:
         for chunk, span in enumerate(self.spans(layer_input.shape[1])):
             self.note_drawn()
             with torch.no_grad():
-                output = self._run(chunk, layer_input[:, span.slice])
+                output = self._run(chunk, layer_input[self.rows_of(chunk), span.slice])
             if outputs is None:
                 shape = (*layer_input.shape[:2], *output.shape[2:])
                 # zeros, because padding may be in no chunk
@@ -94,6 +94,21 @@ class ChunkVisit:
             outputs[:, span.slice] = output
         assert outputs is not None, "a micro-batch has no tokens"
         return outputs
+
+    def rows_of(self, chunk: int) -> slice:
+        """Return the rows for which a chunk is computed; what it makes of them is that of all."""
+        call = self._call
+        return call.rows.rows_of(chunk) if isinstance(call, ChunkedCall) else slice(None)
+
+    def gradient_of(self, chunk: int, gradient: Tensor) -> Tensor:
+        """Return the gradient of what a chunk has made for the rows for which it was computed.
+
+        Args:
+            chunk: its number.
+            gradient: of what it has made for all rows.
+        """
+        computed_once = self.rows_of(chunk).stop is not None
+        return gradient.sum(dim=0, keepdim=True) if computed_once else gradient
 
     def note_drawn(self) -> None:
         """Note the generator's state before the next chunk."""
@@ -115,7 +130,7 @@ class ChunkVisit:
             # zeros, because padding may be in no chunk
             logits = parts[0].new_zeros(num_rows, length, parts[0].shape[-1])
             for span, part in zip(spans, parts, strict=True):
-                logits[:, span.slice] = part.reshape(num_rows, -1, part.shape[-1])
+                logits[:, span.slice] = part.reshape(-1, span.stop - span.start, part.shape[-1])
             logits = logits.flatten(0, 1) if parts[0].dim() == 2 else logits
             of_sequence.append(logits.requires_grad_(differentiable))
         self._routed.clear()
@@ -129,7 +144,7 @@ class ChunkVisit:
         for chunk, span in enumerate(self._call.parts[:-1]):
             self._engine.backend.set_rng_state(self.drawn[chunk])
             with torch.no_grad(), suppress(StatesComplete):
-                self._run(chunk, layer_input[:, span.slice], stops=True)
+                self._run(chunk, layer_input[self.rows_of(chunk), span.slice], stops=True)
 
     def backward(
         self,
@@ -160,21 +175,24 @@ class ChunkVisit:
         for chunk in reversed(range(len(spans))):
             part = spans[chunk].slice
             self._engine.backend.set_rng_state(self.drawn[chunk])
-            leaf = layer_input[:, part].detach().requires_grad_(needs)
+            rows = self.rows_of(chunk)
+            leaf = layer_input[rows, part].detach().requires_grad_(needs)
             with torch.enable_grad():
                 output = self._run(chunk, leaf, again=True)
-            roots = [(output, gradient[:, part])]
+            roots = [(output, self.gradient_of(chunk, gradient[:, part]))]
             if of_routers:
+                by_token = [by.view(num_rows, length, -1)[:, part] for by in of_routers]
                 roots += [
-                    (logits, by.view(num_rows, length, -1)[:, part].reshape(logits.shape))
-                    for logits, by in zip(self.take_routed(), of_routers, strict=True)
+                    (logits, self.gradient_of(chunk, by).reshape(logits.shape))
+                    for logits, by in zip(self.take_routed(), by_token, strict=True)
                     if logits.requires_grad
                 ]
             formed = self.differentiate(roots, leaf, sums)
             del roots
             if input_gradient is not None:
                 assert formed is not None, "a layer's input does not reach its output"
-                input_gradient[:, part] = formed
+                # that of rows for which it was not computed is zero, as it is in their sum
+                input_gradient[rows, part] = formed
             del output, leaf, formed
         return input_gradient
 

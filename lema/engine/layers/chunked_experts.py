@@ -112,7 +112,7 @@ class _Row:
                 engine.backend.set_rng_state(self.visit.drawn[number])
             else:
                 self.visit.note_drawn()
-            part = self.layer_input[:, span.slice].detach()
+            part = self.layer_input[self.visit.rows_of(number), span.slice].detach()
             with torch.no_grad():
                 half = self.visit.half(number, part, asks=asks, again=again)
             inputs = (self.call.autocast, half.expert_inputs)
@@ -156,11 +156,11 @@ class _Row:
         """
         output_gradient, *of_routers = gradients
         input_gradient = torch.zeros_like(self.layer_input) if needs else None
-        num_rows, length = self.layer_input.shape[:2]
         for chunk, by_inputs in zip(reversed(self.chunks), reversed(of_experts), strict=True):
             part = chunk.span.slice
             engine.backend.set_rng_state(self.visit.drawn[chunk.number])
-            leaf = self.layer_input[:, part].detach().requires_grad_(needs)
+            rows = self.visit.rows_of(chunk.number)
+            leaf = self.layer_input[rows, part].detach().requires_grad_(needs)
             with torch.enable_grad():
                 chunk.half = self.visit.half(chunk.number, leaf, asks=bool(of_routers), again=True)
                 hidden, _, factors = chunk.half.expert_inputs
@@ -169,9 +169,9 @@ class _Row:
             routed = self.visit.take_routed() if of_routers else []
             roots = [
                 *zip((hidden, factors), by_inputs, strict=True),
-                (output, output_gradient[:, part]),
+                (output, self.visit.gradient_of(chunk.number, output_gradient[:, part])),
                 *(
-                    (logits, by.view(num_rows, length, -1)[:, part].reshape(logits.shape))
+                    (logits, self._of_routed(chunk, by).reshape(logits.shape))
                     for logits, by in zip(routed, of_routers, strict=True)
                 ),
             ]
@@ -179,10 +179,15 @@ class _Row:
             formed = self.visit.differentiate(roots, leaf, sums)
             if input_gradient is not None:
                 assert formed is not None, "a layer's input does not reach its output"
-                input_gradient[:, part] = formed
+                input_gradient[rows, part] = formed
             chunk.half = chunk.result = None
             del roots, hidden, factors, output, leaf, formed
         return input_gradient
+
+    def _of_routed(self, chunk: _Chunk, gradient: Tensor) -> Tensor:
+        """Return the gradient of what a router made of a chunk, of that of all tokens."""
+        by_token = gradient.view(*self.layer_input.shape[:2], -1)[:, chunk.span.slice]
+        return self.visit.gradient_of(chunk.number, by_token)
 
 
 class ChunkedExpertLayer:
@@ -344,7 +349,7 @@ class ChunkedExpertLayer:
         engine = self._engine
         groups = self._groups(lease)
         pairs = [
-            (chunk, by_row[0][:, chunk.span.slice])
+            (chunk, row.visit.gradient_of(chunk.number, by_row[0][:, chunk.span.slice]))
             for row, by_row in zip(in_layer, gradients, strict=True)
             for chunk in row.chunks
         ]

@@ -20,6 +20,7 @@ from lema.lora.merge import WRAPPED, wrapped
 from lema.lora.serving.experts import WEIGHT, ExpertPart, expert_parts, parameter_wrappers
 from lema.lora.serving.names import published_modules
 from lema.lora.serving.servers import SERVERS, Server, ServerName, unserved
+from lema.model.skeleton import find_layers, find_towers, is_in
 
 __all__ = ["PublishedNames", "check_served", "first_of", "published_names", "stacks"]
 
@@ -137,7 +138,12 @@ def _gaps_of_class(server: Server, model: PreTrainedModel, names: PublishedNames
 
 
 def _gaps(server: Server, model: PreTrainedModel, names: PublishedNames) -> Iterator[str]:
-    """Yield what a server does not take of adapters of experts."""
+    """Yield what a server does not take of adapters of experts and of towers."""
+    layers = find_layers(model)[0]
+    if outside := [name for name in names.adapted if not is_in(name, [layers])]:
+        towers = find_towers(model)
+        if seen := [name.removesuffix(WEIGHT) for name in outside if is_in(name, towers)]:
+            yield f"adapters of towers, which see images or hear ({first_of(seen)})"
     if not stacks(server, model) and (missing := names.missing):
         yield f"modules that no published file has as matrices ({first_of(missing)})"
     if not server.has_routers and (routers := _routers(model, names)):

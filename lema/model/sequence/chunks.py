@@ -98,6 +98,15 @@ def tokens_inside(mask: Tensor) -> Span:
     return Span(max(0, min(first, last - 1)), last + 1)
 
 
+def shared_tokens(batch: Mapping[str, Tensor]) -> int:
+    """Return with how many tokens all rows of a micro-batch begin, padding among them; 0: they have
+    no ids, or share nothing."""
+    if IDS not in batch or len(batch[IDS]) == 1:
+        return 0
+    alike = torch.stack([(tensor == tensor[:1]).all(dim=0) for tensor in batch.values()])
+    return int(alike.all(dim=0).cumprod(dim=0).sum())
+
+
 def most_of_calls(hidden_bytes: int) -> int:
     """Return the bytes of a micro-batch's calls, up to which these are kept for the backward.
 
@@ -120,6 +129,7 @@ class ChunkedRows:
             chunks.
         leaves_out_padding: whether tokens that are padding in all rows, before all others or after
             them, are in no chunk. What is made of them is zero.
+        shares: whether tokens with which all rows begin are computed for the first row alone.
 
     Attributes:
         spans: the chunks.
@@ -139,6 +149,7 @@ class ChunkedRows:
         size: int | RowDivision,
         *,
         leaves_out_padding: bool = False,
+        shares: bool = False,
     ) -> None:
         self._model = model
         self._layers = layers
@@ -152,11 +163,15 @@ class ChunkedRows:
         if leaves_out_padding and MASK in batch:
             inside = tokens_inside(batch[MASK])
         self._division = None if isinstance(size, int) else size
-        self.spans = (
-            spans_of(inside.stop, size, inside.start)
-            if isinstance(size, int)
-            else size.of(self.length).spans
-        )
+        self._fork = 0
+        if isinstance(size, int):
+            shared = shared_tokens(self._batch) if shares else 0
+            if size <= shared - inside.start and shared < inside.stop - 1:
+                self._fork = shared
+            self.spans = spans_of(self._fork, size, inside.start) if self._fork else []
+            self.spans += spans_of(inside.stop, size, self._fork or inside.start)
+        else:
+            self.spans = size.of(self.length).spans
         kinds = kinds_of(DynamicCache(config=model.config).layers, len(layers))
         self.cache = SequenceCache(kinds, inside.start)
         positions = batch.get(POSITIONS)
@@ -184,7 +199,7 @@ class ChunkedRows:
         embeddings = self._embeddings(differentiate=differentiate)
         for chunk in range(len(self.spans)):
             front = self.front(chunk, embeddings, differentiate=differentiate)
-            states.append(front.hidden)
+            states.append(front.hidden.expand(len(self._tokens), *front.hidden.shape[1:]))
             self._hidden_bytes += front.hidden.nbytes
             self._calls[chunk] = front.calls
             if self._call_bytes() > most_of_calls(self._hidden_bytes):
@@ -200,11 +215,15 @@ class ChunkedRows:
         )
         return Prelude(hidden, calls)
 
+    def rows_of(self, chunk: int) -> slice:
+        """Return the rows for which a chunk is computed: the first one, if all have its tokens."""
+        return slice(1) if self.spans[chunk].stop <= self._fork else slice(None)
+
     def states(self, number: int) -> ChunkStates:
         """Return what takes the states of a layer through which the chunks are to go."""
         division = self._division
         if division is None:
-            states = ChunkStates(self.spans[-1].stop)
+            states = ChunkStates(self.spans[-1].stop, self._fork, len(self._tokens))
         else:
             names = division.states.get(number, ())
             row = division.of(self.length)
@@ -293,7 +312,7 @@ class ChunkedRows:
                 stack.enter_context(context)
             try:
                 front = self._front(
-                    self._cut(span, embeddings),
+                    self._cut(span, self.rows_of(chunk), embeddings),
                     self.cache,
                     differentiate=differentiate,
                     again=again,
@@ -319,14 +338,14 @@ class ChunkedRows:
             attention = self._model.config.get_text_config()._attn_implementation
             yield packed_rows(attention, positions, self._numbers)
 
-    def _cut(self, span: Span, embeddings: Tensor | None) -> dict[str, Tensor]:
+    def _cut(self, span: Span, rows: slice, embeddings: Tensor | None) -> dict[str, Tensor]:
         """Return a chunk's part of what the model takes. A mask is of all tokens up to its end."""
         batch = self._batch
         if embeddings is not None:
             batch = {name: tensor for name, tensor in batch.items() if name != IDS}
             batch[EMBEDDINGS] = embeddings
         return {
-            name: tensor[:, : span.stop] if name == MASK else tensor[:, span.slice]
+            name: tensor[rows, : span.stop] if name == MASK else tensor[rows, span.slice]
             for name, tensor in batch.items()
         }
 

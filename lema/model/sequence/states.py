@@ -37,10 +37,15 @@ class _Buffer:
 
     The sum is in single precision where keys are in half: each chunk adds to it, and a whole
     sequence would have rounded once.
+
+    Args:
+        length: tokens of the sequence.
+        fork: the tokens that all rows share, which are computed for the first row alone.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, fork: int = 0) -> None:
         self._length = length
+        self._fork = fork
         self._values: Tensor | None = None
         self._gradients: Tensor | None = None
 
@@ -64,13 +69,23 @@ class _Buffer:
             shape = (*states.shape[:-2], self._length, states.shape[-1])
             # zeros, because padding before the first chunk is masked, but attention multiplies it
             self._values = states.new_zeros(shape) if span.start else states.new_empty(shape)
+        elif len(states) > len(self._values):
+            shared = self._values[..., : self._fork, :]
+            self._values = states.new_empty(len(states), *self._values.shape[1:])
+            self._values[..., : self._fork, :] = shared
         with torch.no_grad():
-            self._values[..., span.slice, :] = states
+            self._values[: len(states), ..., span.slice, :] = states
 
-    def between(self, first: int, stop: int) -> Tensor:
-        """Return those of some tokens, without a graph."""
+    def rows_at(self, stop: int) -> slice:
+        """Return the rows for which a chunk that ends before token `stop` is computed."""
+        return slice(1) if stop <= self._fork else slice(None)
+
+    def between(self, first: int, stop: int, end: int | None = None) -> Tensor:
+        """Return those of some tokens, without a graph, as the chunk has them that ends before
+        token `end`; None: before `stop`."""
         assert self._values is not None, "no chunk has come"
-        return self._values.detach()[..., first:stop, :]
+        rows = self.rows_at(stop if end is None else end)
+        return self._values.detach()[rows, ..., first:stop, :]
 
     def sums(self) -> Tensor:
         """Return the sums of the gradients of all tokens."""
@@ -83,14 +98,16 @@ class _Buffer:
     def add_gradients(self, gradients: Tensor, span: Span, first: int) -> Tensor:
         """Add to the gradients of the tokens from `first` to the end of a chunk; return the sum of
         the chunk's own."""
-        self.sums()[..., first : span.stop, :] += gradients
+        self.sums()[self.rows_at(span.stop), ..., first : span.stop, :] += gradients
         return self.own_gradients(span)
 
     def own_gradients(self, span: Span) -> Tensor:
         """Return the sum of the gradients of a chunk's own; it is handed out once."""
         assert self._values is not None, "no chunk has come"
         own = self.sums()[..., span.slice, :]
-        summed = own.to(self._values.dtype, copy=True)
+        rows = self.rows_at(span.stop)
+        of_chunk = own if rows.stop is None else own.sum(dim=0, keepdim=True)
+        summed = of_chunk.to(self._values.dtype, copy=True)
         own.zero_()
         return summed
 
@@ -134,13 +151,14 @@ class Attended:
 
     def block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return some keys and values `[rows, heads, n, width]`, counted from the first."""
-        ends = self._first + start, self._first + stop
+        ends = self._first + start, self._first + stop, self._span.stop
         return self._keys.between(*ends), self._values.between(*ends)
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """Return the sums of the gradients of all that the chunk attends to, to add to."""
         part = slice(self._first, self._span.stop)
-        return self._keys.sums()[..., part, :], self._values.sums()[..., part, :]
+        rows = self._keys.rows_at(self._span.stop)
+        return self._keys.sums()[rows, ..., part, :], self._values.sums()[rows, ..., part, :]
 
     def own_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of the chunk's own keys and values."""
@@ -156,16 +174,21 @@ class _State:
         self.leaf: Tensor | None = None  # what the chunk was given
         self._exit: Tensor | None = None  # what the chunk leaves
         self._gradient: Tensor | None = None  # of that, from the chunk after it
+        self._forks = False  # whether the chunk was given one row's state for several rows
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return sum(state.nbytes for state in self._left.values())
 
-    def entered(self, span: Span) -> Tensor | None:
-        """Return what the chunk before has left; None: nothing."""
+    def entered(self, span: Span, num_rows: int | None = None) -> Tensor | None:
+        """Return what the chunk before has left, for so many rows; None, of the first: of as many
+        as it had. None: nothing."""
         if self.leaf is None and span.start in self._left:
             state = self._left[span.start].detach()
+            self._forks = num_rows is not None and len(state) < num_rows
+            if num_rows is not None and self._forks:
+                state = state.repeat(num_rows, *[1] * (state.dim() - 1))
             if not torch.is_grad_enabled():
                 return state
             self.leaf = state.requires_grad_(state.is_floating_point())
@@ -192,6 +215,8 @@ class _State:
 
     def end(self, gradient: Tensor | None) -> None:
         """Let go of the chunk's graph; `gradient` is that of what it was given."""
+        if gradient is not None and self._forks:
+            gradient = gradient.sum(dim=0, keepdim=True)
         self._gradient = gradient
         self.leaf = None
         self._exit = None
@@ -202,11 +227,15 @@ class ChunkStates:
 
     Args:
         length: tokens of the sequence.
+        fork: the tokens that all rows share, which are computed for the first row alone.
+        num_rows: of the micro-batch, if they share some.
     """
 
-    def __init__(self, length: int) -> None:
-        self._keys = _Buffer(length)
-        self._values = _Buffer(length)
+    def __init__(self, length: int, fork: int = 0, num_rows: int = 1) -> None:
+        self._keys = _Buffer(length, fork)
+        self._values = _Buffer(length, fork)
+        self._fork = fork
+        self._num_rows = num_rows
         self._states: dict[str, _State] = {}
 
     @property
@@ -254,7 +283,9 @@ class ChunkStates:
     def entered(self, name: str, span: Span) -> Tensor | None:
         """Return a state as the chunk before has left it; None: there is none."""
         state = self._states.get(name)
-        return None if state is None else state.entered(span)
+        if state is None:
+            return None
+        return state.entered(span, self._num_rows if 0 < span.start == self._fork else None)
 
     def leave(self, name: str, state: Tensor, span: Span) -> None:
         """Leave a state after a chunk."""

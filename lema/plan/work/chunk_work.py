@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def in_chunks(
     """Return what a micro-batch costs that goes through layers in chunks.
 
     Args:
-        work: what it costs as whole sequences.
+        work: what it costs as whole sequences, with the operations that grow with their square.
         split: the model, whose layers' weights are on `meta`.
         layers: what they have on the device.
         batch: the micro-batch.
@@ -40,7 +40,7 @@ def in_chunks(
     Raises:
         ConfigError: the model's layers cannot be cut.
     """
-    if batch.chunk is None or batch.length <= batch.chunk:
+    if batch.chunk is None or not batch.is_cut:
         return work
     with without_values(split.model):
         learn(split, layers)
@@ -81,7 +81,7 @@ def chunks_note(batch: MicroBatch, work: Workload | None) -> str | None:
     """
     if batch.chunk is None:
         return None
-    if batch.length <= batch.chunk:
+    if not batch.is_cut:
         return f"sequence_chunk: no row has more than {batch.chunk:,} tokens, so none is cut"
     count = math.ceil(batch.length / batch.chunk)
     note = (
@@ -98,6 +98,40 @@ def chunks_note(batch: MicroBatch, work: Workload | None) -> str | None:
     return f"{note}; one layer keeps at most {' and '.join(parts)} of it"
 
 
+@dataclass(frozen=True)
+class ChunkTerms:
+    """Bytes on the device in the backward of a layer, of one micro-batch in chunks.
+
+    Each term is one holder of memory: what leaves the device is taken out of `held`, and nothing
+    else changes.
+    """
+
+    chunk: int  # what the last chunk's forward and backward take beside the others
+    keys_values: int  # of the whole row
+    key_gradients: int  # the sums of their gradients
+    states: int  # that chunks have handed on
+    input_gradient: int  # of the whole row, put together of those of chunks
+    output: int  # of the whole row, in the forward
+
+    @property
+    def held(self) -> int:
+        """Bytes in the backward."""
+        return (
+            self.chunk + self.keys_values + self.key_gradients + self.states + self.input_gradient
+        )
+
+    @property
+    def after_forward(self) -> int:
+        """Bytes after the forward, the output included."""
+        return self.keys_values + self.states + self.output
+
+    @property
+    def at_turn(self) -> int:
+        """Bytes more in the backward of the top layer: what it is given and the gradient of what it
+        has made are both there."""
+        return self.output
+
+
 def _layer_in_chunks(
     split: Split,
     index: int,
@@ -107,6 +141,49 @@ def _layer_in_chunks(
     workload: Workload,
 ) -> LayerWork:
     """Run two chunks through a layer, the last of them forward and backward."""
+    terms = _terms(split, index, layers, rows, workload)
+    work = _without_unseen(work, rows, split.sequence_kinds()[index].window)
+    return replace(
+        work,
+        working_bytes=terms.held,
+        forward_bytes=terms.after_forward,
+        turn_bytes=terms.at_turn,
+        product_bytes=0,
+        product_flops=0,
+        keys_values_bytes=terms.keys_values,
+        key_gradient_bytes=terms.key_gradients,
+        handed_on_bytes=terms.states,
+        chunk_bytes=terms.chunk,
+    )
+
+
+def _without_unseen(work: LayerWork, rows: ChunkedRows, window: int | None) -> LayerWork:
+    """Return a layer's work without the operations of attention to tokens that no token of a chunk
+    sees: later ones, and those before the window."""
+    length = rows.spans[-1].stop
+    chunk = rows.spans[0].stop - rows.spans[0].start
+    seen = (length + chunk) / 2
+    if window is not None:
+        seen = min(seen, window + chunk)
+    unseen = (1 - seen / length) * work.square_flops
+    # Of these each run has two products for each of the backward's four.
+    once = round(unseen / 4)
+    return replace(
+        work,
+        forward=max(0, work.forward - once),
+        recompute=max(0, work.recompute - once),
+        backward=max(0, work.backward - 2 * once),
+        square_flops=work.square_flops - round(unseen),
+    )
+
+
+def _terms(
+    split: Split,
+    index: int,
+    layers: Sequence[LayerBytes],
+    rows: ChunkedRows,
+    workload: Workload,
+) -> ChunkTerms:
     layer = split.layers[index]
     weights = fake_weights(layers[index])
     parameters = list(layer.parameters())
@@ -127,26 +204,24 @@ def _layer_in_chunks(
         hidden = _hidden(rows, workload)
         with torch.no_grad():
             run(before, hidden[:, rows.spans[before].slice])
-        of_states = states.nbytes
+        keys_values = states.nbytes - states.handed_on_bytes
         of_one_chunk = states.handed_on_bytes
-        handed_on = of_one_chunk * (len(rows.spans) - 2)
         tally.restart_peak()
         leaf = hidden[:, rows.spans[last].slice].detach().requires_grad_()
         with torch.enable_grad():
             output = run(last, leaf)
         torch.autograd.backward([output], [torch.empty_like(output)])
-        peak = tally.peak - hidden.nbytes
+        key_gradients = states.nbytes - states.handed_on_bytes - keys_values
+        peak = tally.peak
     for parameter in parameters:
         parameter.grad = None
-    # and the gradient of the input, which is put together of those of chunks
-    return replace(
-        work,
-        working_bytes=peak + handed_on + hidden.nbytes,
-        forward_bytes=of_states + handed_on + hidden.nbytes,
-        product_bytes=0,
-        product_flops=0,
-        keys_values_bytes=of_states - of_one_chunk,
-        handed_on_bytes=of_one_chunk + handed_on,
+    return ChunkTerms(
+        chunk=peak - hidden.nbytes - keys_values - key_gradients - of_one_chunk,
+        keys_values=keys_values,
+        key_gradients=key_gradients,
+        states=of_one_chunk * (len(rows.spans) - 1),
+        input_gradient=hidden.nbytes,
+        output=hidden.nbytes,
     )
 
 

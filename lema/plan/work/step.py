@@ -132,10 +132,12 @@ def tokens_at_once(config: LemaConfig, length: int) -> int | None:
 def micro_batch_of(config: LemaConfig, rows: int, length: int) -> MicroBatch:
     """Return a micro-batch of a run: what goes beside its rows is the objective's."""
     objective = objective_of(config)
+    chunk = config.sequence_chunk
+    size = chunk if isinstance(chunk, int) else None  # which the plan may choose yet
     if objective is None:
-        return MicroBatch(rows, length, packed=bool(config.packing), chunk=config.sequence_chunk)
+        return MicroBatch(rows, length, packed=bool(config.packing), chunk=size)
     more = objective.reference + 2 * objective.mismatched
-    return MicroBatch(rows, length, more, settled=True, chunk=config.sequence_chunk)
+    return MicroBatch(rows, length, more, settled=True, chunk=size)
 
 
 def rows_each(config: LemaConfig) -> int:
@@ -264,7 +266,8 @@ def _with_activations(
         extra_bytes += workload.of(demand.top).gradient_bytes
     # rows beside those that train have their part of the head's forward
     head_seconds *= 1 + batch.beside / 3
-    if batch.settled and timings is not None:
+    # in chunks it runs once to form the loss, and again to be differentiated
+    if (batch.settled or batch.is_cut) and timings is not None:
         head_seconds += times * timings.layers[workload.kinds[demand.top]].forward
     return replace(
         demand,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,11 @@ class MicroBatch:
         """How many tokens they have."""
         return self.rows * self.length
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether its rows go through layers in chunks."""
+        return self.chunk is not None and self.length > self.chunk
+
     def inputs(self) -> dict[str, Tensor]:
         """Return what the model is given."""
         ids = torch.ones(self.rows, self.length, dtype=torch.long)
@@ -88,6 +93,10 @@ class LayerWork:
     keys_values_bytes: int = 0
     # states that chunks hand on to the next ones, of all chunks
     handed_on_bytes: int = 0
+    key_gradient_bytes: int = 0  # the sums of gradients of these keys and values
+    chunk_bytes: int = 0  # what one chunk takes beside them, forward and backward
+    turn_bytes: int = 0  # more than `working_bytes`, in the top layer's backward
+    square_flops: int = 0  # of all operations, those that grow with the square of a row's length
 
     def at_once(self, times: float) -> int:
         """Return the most that is alive at once in the layer, of so many micro-batches: of experts
@@ -154,7 +163,10 @@ class Workload:
         to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
         top = self.of(len(self.kinds) - 1)
         at_head = head_bytes - to_come + round(max(times, 1.0) * top.waiting_bytes)
-        return max(self.prelude_bytes, at_head, *(work.at_once(times) for work in self.works))
+        at_turn = top.at_once(times) + top.turn_bytes
+        return max(
+            self.prelude_bytes, at_head, at_turn, *(work.at_once(times) for work in self.works)
+        )
 
 
 def measure(
@@ -491,8 +503,31 @@ def _pieces_work(
     split: Split, hidden: Tensor, chunk_tokens: int, head: HeadCut, layers: Sequence[LayerBytes]
 ) -> HeadWork:
     """Run the head and the loss of a micro-batch through a few pieces, at which there is as much
-    as at all of them.
-    """
+    as at all of them; of a long row only a few chunks, because what waits of each is alike."""
+    few = FEW_CHUNKS * chunk_tokens
+    if hidden.shape[0] > 1 or hidden.shape[1] <= 2 * few:
+        return _run_pieces(split, hidden, chunk_tokens, head, layers)
+    first, second = (
+        _run_pieces(split, torch.empty_like(hidden[:, :length]), chunk_tokens, head, layers)
+        for length in (few, 2 * few)
+    )
+    longer = (hidden.shape[1] - few) / few
+    more = second.working_bytes - first.working_bytes
+    waiting = second.waiting_bytes - first.waiting_bytes
+    return replace(
+        first,
+        working_bytes=first.working_bytes + round(longer * more),
+        waiting_bytes=first.waiting_bytes + round(longer * waiting),
+    )
+
+
+FEW_CHUNKS = 4  # of the loss
+
+
+def _run_pieces(
+    split: Split, hidden: Tensor, chunk_tokens: int, head: HeadCut, layers: Sequence[LayerBytes]
+) -> HeadWork:
+    """Run the head and the loss of some tokens through a few pieces."""
     assert head.module is not None
     spans = head.spans(layers)
     # All are of one size but for the last, so that between it and the second nothing new is alive.

@@ -191,8 +191,9 @@ def adapter_to_begin(
 
 def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
     """Return the settings of a run that goes on: what the plan chose when it began, and changes
-    last bits, stays. So do the type that is computed in, the default targets, where experts were
-    not among them, and the date that the chat template was told."""
+    last bits, stays, among it the chunks of sequences. So do the type that is computed in, the
+    default targets, where experts were not among them, and the date that the chat template was
+    told."""
     names = ("micro_batch_size", "loss_chunk_tokens", "template_date")
     left_open = [name for name in names if getattr(config, name) is None]
     with suppress(AdapterError, ReadError):  # which the trainer tells
@@ -200,6 +201,8 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
         updates: dict[str, Any] = {
             name: then[name] for name in left_open if then.get(name) is not None
         }
+        if config.sequence_chunk == "auto" and then.get("sequence_chunk", "auto") != "auto":
+            updates["sequence_chunk"] = then["sequence_chunk"]
         if (
             checkpoint is not None
             and config.compute_dtype == "auto"

@@ -114,10 +114,10 @@ class Heads:
                     of_block = _logprobs(self._engine.split.head(leaf).float(), targets[at])
                     named = {name: tensor[at] for name, tensor in tensors.items()}
                     of_tokens = loss.of_tokens(of_block, named, options)
-                    kept = torch.where(_like(real[at], of_tokens), of_tokens, 0.0)
-                    value = kept.sum()
+                    counted = torch.where(_like(real[at], of_tokens), of_tokens, 0.0)
+                    value = counted.sum()
                 logprobs[at] = of_block.detach()
-                losses[at] = kept.detach()
+                losses[at] = counted.detach()
                 if differentiate:
                     torch.autograd.backward(value)
                     assert leaf.grad is not None
@@ -186,10 +186,10 @@ def _padded(part: MicroBatch, width: int, device: torch.device) -> tuple[Tensor,
         if name == "weights" and any(name not in datum.tensors for datum in part.data):
             tensors[name].fill_(1.0)
     for row, datum in enumerate(part.data):
-        place = tuple(slice(0, size) for size in datum.targets.shape)
-        targets[row][place] = datum.targets
+        region = tuple(slice(0, size) for size in datum.targets.shape)
+        targets[row][region] = datum.targets
         for name, tensor in datum.tensors.items():
-            tensors[name][row][place] = tensor
+            tensors[name][row][region] = tensor
     return targets.to(device), {name: tensor.to(device) for name, tensor in tensors.items()}
 
 

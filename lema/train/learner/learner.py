@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 from peft import LoraConfig
+from torch import Tensor
 
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, memory_bytes
@@ -29,7 +30,7 @@ from lema.stream import StreamCounters
 from lema.train.hf.peftmodel import StreamedPeftModel
 from lema.train.learner.adapter import AdamSettings, Adapter, AdapterSpec, Targets
 from lema.train.learner.heads import Heads, Scored
-from lema.train.learner.rows import AdapterRows, micro_batches_of
+from lema.train.learner.rows import AdapterRows, MicroBatch, micro_batches_of
 from lema.train.model import LemaModel
 
 __all__ = ["EMPTY", "Learner"]
@@ -104,9 +105,8 @@ class Learner:
         Example:
             ```python
             learner = Learner.open("Qwen/Qwen3-8B", device_memory="8GB", reserve=(16, 32))
-            learner.add("a", AdapterSpec(rank=32, seed=1))
-            (scored,) = learner.run([AdapterRows("a", data, "cross_entropy")])
-            learner.step("a", AdamSettings(learning_rate=1e-4))
+            learner.add("one", AdapterSpec(rank=32, seed=1))
+            learner.run([AdapterRows("one", data, "cross_entropy")])
             ```
         """
         config = LemaConfig(
@@ -120,21 +120,7 @@ class Learner:
         )
         opened = LemaModel(config, trust_remote_code=trust_remote_code)
         try:
-            if opened.backend.parallel.size > 1 or opened.backend.replicas.size > 1:
-                raise ConfigError(
-                    "a learner is one process", where="Learner", how="start it without torchrun"
-                )
-            targets = Targets.of(opened.skeleton)
-            opened.keep_whole(lambda _: False, "losses of a caller's need its logits")
-            first = [*targets.attn, *targets.mlp][:1]
-            if not first:
-                raise ConfigError(
-                    "the layers of the model have no linear to adapt", where="Learner"
-                )
-            opened.attach_lora(LoraConfig(r=1, target_modules=first, task_type="CAUSAL_LM"), seed=0)
-            for parameter in opened.get_trainable_parameters():
-                parameter.requires_grad_(False)
-            opened.split.adapters_changed()
+            targets = _begun(opened)
             count, rank = reserve
             reserved = _reserve(opened, count * targets.nbytes(rank))
             opened.allocation  # noqa: B018 - now, because limits that are too small should be known at once
@@ -264,19 +250,40 @@ class Learner:
         Raises:
             DataError: an adapter is not there.
         """
-        for request in requests:
-            known = self._adapters if differentiate else self.model.peft_config
-            if request.adapter not in known:
-                raise DataError("the adapter is not there", where=request.adapter)
+        self._check_there(requests, differentiate)
+        parts = [*micro_batches_of(requests, self._micro_batch_tokens)]
+        adapters = [requests[part.request].adapter for part in parts]
+        states = self._last_states(parts, adapters, differentiate)
+        engine = self._opened.adapter.engine
+        heads = Heads(engine, requests, self._adapters, self._opened.config.loss_chunk_tokens)
+        gradients = [
+            heads.score(part, state.detach(), differentiate=differentiate)
+            for part, state in zip(parts, states, strict=True)
+        ]
+        scored = heads.scored(parts, gradients)
         if differentiate:
-            # because PEFT lets no adapter train but the active one, where it attaches another
-            for request in requests:
+            torch.autograd.backward(states, gradients)
+        return scored
+
+    def _check_there(self, requests: Sequence[AdapterRows], differentiate: bool) -> None:
+        """Make sure that the adapters of some requests are there, and that they train."""
+        names = self._adapters if differentiate else self.model.peft_config
+        for request in requests:
+            if request.adapter not in names:
+                raise DataError("the adapter is not there", where=request.adapter)
+            if differentiate:
+                # because PEFT lets no adapter train but the active one, where it attaches another
                 for parameter in self._adapters[request.adapter].parameters.values():
                     parameter.requires_grad_(True)
+
+    def _last_states(
+        self, parts: Sequence[MicroBatch], adapters: Sequence[str], differentiate: bool
+    ) -> list[Tensor]:
+        """Take micro-batches, each with its adapter, through all layers in one pass; return what
+        the last layer makes of each, `[rows, tokens, hidden]`, with a graph if `differentiate`.
+        """
         streamed = self._opened.adapter
         engine = streamed.engine
-        parts = [*micro_batches_of(requests, self._micro_batch_tokens)]
-        names = [requests[part.request].adapter for part in parts]
         batches = streamed.step_inputs.to_device([part.inputs() for part in parts])
         lowest = streamed.lowest_trained if differentiate else None
         stream = streamed.stream
@@ -290,7 +297,7 @@ class Learner:
             )
             entered, calls = streamed.prelude(batches, first)
             for layer_calls in calls:
-                for call, name in zip(layer_calls, names, strict=True):
+                for call, name in zip(layer_calls, adapters, strict=True):
                     call.compute_with(name)
             hidden = engine.split.enter([state.detach() for state in entered])
             del entered
@@ -306,16 +313,29 @@ class Learner:
                 saving=saving,
                 end_first=first_lease.close,
             )
-            states = layer_pass.hidden_states()
-        heads = Heads(engine, requests, self._adapters, self._opened.config.loss_chunk_tokens)
-        gradients = [
-            heads.score(part, state.detach(), differentiate=differentiate)
-            for part, state in zip(parts, states, strict=True)
-        ]
-        scored = heads.scored(parts, gradients)
-        if differentiate:
-            torch.autograd.backward(states, gradients)
-        return scored
+            return layer_pass.hidden_states()
+
+
+def _begun(opened: LemaModel) -> Targets:
+    """Make a model ready for adapters that come and go; return what they may adapt."""
+    if opened.backend.parallel.size > 1 or opened.backend.replicas.size > 1:
+        raise ConfigError(
+            "a learner is one process", where="Learner", how="start it without torchrun"
+        )
+    if opened.config.sequence_chunk is not None:
+        raise ConfigError(
+            "a learner does not cut sequences", where="sequence_chunk", how="leave it out"
+        )
+    targets = Targets.of(opened.skeleton)
+    opened.keep_whole(lambda _: False, "losses of a caller's need its logits")
+    first = [*targets.attn, *targets.mlp][:1]
+    if not first:
+        raise ConfigError("the layers of the model have no linear to adapt", where="Learner")
+    opened.attach_lora(LoraConfig(r=1, target_modules=first, task_type="CAUSAL_LM"), seed=0)
+    for parameter in opened.get_trainable_parameters():
+        parameter.requires_grad_(False)
+    opened.split.adapters_changed()
+    return targets
 
 
 def _reserve(opened: LemaModel, nbytes: int) -> int | None:

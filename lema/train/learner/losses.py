@@ -50,11 +50,11 @@ class Loss:
         """Return all options, with what a caller has set. `DataError`: there is no such option."""
         unknown = sorted(options.keys() - self.options.keys())
         if unknown:
-            known = ", ".join(self.options) or "it has none"
+            options_text = ", ".join(self.options) or "it has none"
             raise DataError(
                 f"the loss {self.name} has no option {', '.join(unknown)}",
                 where="loss_fn_config",
-                how=f"options are: {known}",
+                how=f"options are: {options_text}",
             )
         return {**self.options, **options}
 

@@ -59,12 +59,12 @@ class Datum:
                 f"the loss {loss.name} needs {', '.join(missing)} of each row",
                 where="loss_fn_inputs",
             )
-        known = {*loss.needed, *loss.taken}
-        if unknown := sorted(self.tensors.keys() - known):
+        readable = {*loss.needed, *loss.taken}
+        if unread := sorted(self.tensors.keys() - readable):
             raise DataError(
-                f"the loss {loss.name} does not read {', '.join(unknown)[:200]}",
+                f"the loss {loss.name} does not read {', '.join(unread)[:200]}",
                 where="loss_fn_inputs",
-                how=f"it reads {', '.join(sorted(known))}",
+                how=f"it reads {', '.join(sorted(readable))}",
             )
         for name, tensor in self.tensors.items():
             if tensor.shape != self.targets.shape:

@@ -185,6 +185,8 @@ class MemoryUse:
         config = self._config
         allocation = self.allocation
         warn_of_no_use(config, shared=backend.memory().shared, lazy=opened.split.lazy)
+        chunk = config.sequence_chunk
+        chunk = self.planner.shape.micro_batch.chunk if chunk == "auto" else chunk
         recompute = whether_recomputed(config)
         loss = loss_settings_of(config, backend.replicas.size)
         if loss.objective is not None:
@@ -195,7 +197,7 @@ class MemoryUse:
             stream.trace,
             recompute=allocation.recompute if recompute is None else recompute,
             # none where sequences go through layers in chunks, which have no graph to keep
-            saved=() if config.cuts_sequences else allocation.saved,
+            saved=allocation.saved if chunk is None and not config.cuts_sequences else (),
             products=allocation.products,
             saved_on=allocation.saved_on,
             boundaries=allocation.boundaries,
@@ -214,11 +216,11 @@ class MemoryUse:
             advise=partial(advise, self.planner, allocation),
             loss=loss,
             reference=self._reference,
-            sequence_chunk=config.sequence_chunk,
-            division=self._division(),
+            sequence_chunk=chunk,
+            division=self._division(chunk),
         )
 
-    def _division(self) -> RowDivision | None:
+    def _division(self, chunk: int | None) -> RowDivision | None:
         """Return how processes divide rows; None: each has rows of its own, as one that is alone
         has, which may generate and evaluate so.
         """
@@ -227,7 +229,7 @@ class MemoryUse:
         replicas = self._opened.backend.replicas
         if size is None or replicas.num_processes == 1:
             return None
-        return RowDivision(join_context(replicas, size), config.sequence_chunk)
+        return RowDivision(join_context(replicas, size), chunk)
 
 
 def planner_of_opened(

@@ -114,6 +114,7 @@ LEFT_OUT = {
     "Memory",
     "LayerStream.forward_order",
     "Planner.work",
+    "Planner._run",
     "Planner._elsewhere",
     "MicroBatch.inputs",
     "_notes",
@@ -123,6 +124,7 @@ LEFT_OUT = {
     "_agree",
     "_host_memory_shared",
     "Plan.to_dict",
+    "Plan.long_rows",
 }
 SETTINGS = (  # of a run that a plan asks for, whose defaults the page has
     *("strategy", "gradient_checkpointing", "activation_offloading", "boundary_activations"),
