@@ -38,7 +38,7 @@ __all__ = [
     "free_directory",
     "replace_file",
 ]
-__all__ += ["finish_directory", "replacing"]
+__all__ += ["finish_directory", "replacing", "sweep"]
 
 PART = "part"
 OLD = "old"

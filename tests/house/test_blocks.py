@@ -93,7 +93,7 @@ def test_every_command_has_a_verb_and_options_that_exist(page: Path) -> None:
             command = line.partition(" #")[0]
             for script in re.findall(r"python ((?:benchmarks|tests|runs)/\S+\.py)", command):
                 assert (ROOT / script).is_file(), script
-            if not (called := re.match(r"(?:\S+=\S+ )*(?:\S*/)?lema ([a-z]+)(.*)", command)):
+            if not (called := re.match(r"(?:\S+=\S+ )*(?:\S*/)?lema ([a-z-]+)(.*)", command)):
                 continue
             verb = COMMANDS[called[1]]
             own = {option for parameter in verb.params for option in parameter.opts} | {

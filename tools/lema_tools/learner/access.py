@@ -55,8 +55,8 @@ class Tokens:
                 file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
                 descriptor = os.open(file, flags, 0o600)
-                with os.fdopen(descriptor, "w", encoding="ascii") as stream:
-                    stream.write(f"{FIRST} {PREFIX}{token_urlsafe(32)}\n")
+                with os.fdopen(descriptor, "wb") as stream:
+                    stream.write(f"{FIRST} {PREFIX}{token_urlsafe(32)}\n".encode())
                     stream.flush()
                     os.fsync(stream.fileno())
         content = read_regular(file)

@@ -271,7 +271,7 @@ class Store:
             fill(part)
             nbytes = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
             made.append(CheckpointFile(**{**vars(what), "nbytes": nbytes}))
-            (part / CHECKPOINT).write_text(json.dumps(asdict(made[-1])), encoding="utf-8")
+            (part / CHECKPOINT).write_bytes(json.dumps(asdict(made[-1])).encode())
 
         with disk_errors(place):
             commit(place, write)
@@ -326,7 +326,7 @@ class Store:
 
 def _fill(part: Path, name: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     save_file(dict(tensors), part / WEIGHTS)
-    (part / name).write_text(json.dumps(values), encoding="utf-8")
+    (part / name).write_bytes(json.dumps(values).encode())
 
 
 def _numbered(folder: Path) -> list[Path]:
