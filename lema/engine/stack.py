@@ -165,13 +165,16 @@ def _span_of(call: LayerCall, cut: Cut) -> Span:
     return Span(0, cut.end)
 
 
-def _check_unseen(seen: Sequence[tuple[list[int], Span]], gradient: Tensor) -> None:
+def _check_unseen(seen: Sequence[tuple[list[int], Span]], gradient: Tensor | None) -> None:
     """Refuse a loss that counts positions that were not computed.
 
     Args:
         seen: which tokens of which rows were.
-        gradient: of what the layers made, `[batch, sequence, hidden]`.
+        gradient: of what the layers made, `[batch, sequence, hidden]`; None: nothing was made of
+            that.
     """
+    if gradient is None:
+        return
     width = gradient.shape[1]
     unseen = [
         gradient[rows, part].abs().gt(0).any()
