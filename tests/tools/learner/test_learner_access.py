@@ -233,7 +233,7 @@ def test_nothing_that_is_malformed_is_the_servers_fault(
             answer = ann.ask(method, filled, None if method == "GET" else body, headers)
         statuses[answer.status] = statuses.get(answer.status, 0) + 1
         assert answer.status < CRASHED, (number, answer.body[:200])
-    assert statuses[422] + statuses[400] > MALFORMED // 2
+    assert statuses[422] + statuses[400] > MALFORMED // 3
     # the worker has lived through what was accepted, and goes on
     fresh = ann.model(ann.session())
     assert ann.train(fresh, 1, data(1)).status == 200
