@@ -1604,7 +1604,7 @@ Machine.fields = Machine.sig;
 Machine.prototype.flops.sig = ["itemsize"];
 Machine.prototype.exchanging.sig = ["work"];
 const TRN1 = "one of two cores; the speeds of its host link and between cores are guesses, not published";
-const PROFILES = new Map((() => { const made$ = []; for (const t1 of py.iter([new Machine("t4", py.mul(15, GIB), py.mul(32, GB), new Speeds(3000000000.0, 12000000000.0), 25000000000000.0, 6000000000000.0, 160000000000.0, 0.0015), new Machine("4090", py.mul(24, GIB), py.mul(64, GB), new Speeds(7000000000.0, 25000000000.0), 140000000000000.0, 62000000000000.0, 500000000000.0, 0.0015), new Machine("h200", py.mul(139, GIB), py.mul(128, GIB), new Speeds(14000000000.0, 50000000000.0), 400000000000000.0, 50000000000000.0, 2400000000000.0, 0.0015), new Machine("trn1", py.mul(16, GIB), py.mul(32, GIB), new Speeds(2000000000.0, 12000000000.0), 65000000000000.0, 16000000000000.0, 200000000000.0, 0.0015, 50000000000.0, 5e-05, TRN1), new Machine("cpu", py.mul(24, GB), py.mul(24, GB), new Speeds(1100000000.0), 400000000000.0, 150000000000.0, 5000000000.0)])) { const machine = t1; made$.push([machine.name, machine]); } return made$; })());
+const PROFILES = new Map((() => { const made$ = []; for (const t1 of py.iter([new Machine("t4", py.mul(15, GIB), py.mul(32, GB), new Speeds(3000000000.0, 12000000000.0), 25000000000000.0, 6000000000000.0, 160000000000.0, 0.0015), new Machine("4090", py.mul(24, GIB), py.mul(64, GB), new Speeds(7000000000.0, 25000000000.0), 140000000000000.0, 62000000000000.0, 500000000000.0, 0.0015), new Machine("h100", py.mul(80, GB), py.mul(256, GB), new Speeds(14000000000.0, 50000000000.0), 400000000000000.0, 50000000000000.0, 1700000000000.0, 0.0015), new Machine("h200", py.mul(139, GIB), py.mul(128, GIB), new Speeds(14000000000.0, 50000000000.0), 400000000000000.0, 50000000000000.0, 2400000000000.0, 0.0015), new Machine("trn1", py.mul(16, GIB), py.mul(32, GIB), new Speeds(2000000000.0, 12000000000.0), 65000000000000.0, 16000000000000.0, 200000000000.0, 0.0015, 50000000000.0, 5e-05, TRN1), new Machine("cpu", py.mul(24, GB), py.mul(24, GB), new Speeds(1100000000.0), 400000000000.0, 150000000000.0, 5000000000.0)])) { const machine = t1; made$.push([machine.name, machine]); } return made$; })());
 class MachineState {
 constructor(machine, host_available, speeds = "unknown", resident_fraction = 0.0, process_bytes = 0, device_free = null) { this.machine = machine; this.host_available = host_available; this.speeds = speeds; this.resident_fraction = resident_fraction; this.process_bytes = process_bytes; this.device_free = device_free; }
 limits(device_memory, host_memory) {
@@ -1825,10 +1825,9 @@ throw py.call(ConfigError, [what], {where: "micro_batch_tokens", how: how});
 return (((tokens == null) && (config.tokens_per_step != null)) ? length : tokens);
 }, ["config", "length"]);
 const micro_batch_of = py.named(function(config, rows, length) {
-let chunk, more, objective, size;
+let more, objective, size;
 objective = py.call(objective_of, [config]);
-chunk = config.sequence_chunk;
-size = (py.t(py.isinstance(chunk, py.int)) ? chunk : null);
+size = config.chunk_tokens;
 if ((objective == null)) {
 return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing), chunk: size});
 }
@@ -1902,7 +1901,7 @@ extra_bytes = py.add(extra_bytes, workload.of(demand.top).gradient_bytes);
 }
 head_seconds = py.mul(head_seconds, py.add(1, py.div(batch.beside, 3)));
 if (((py.t(batch.settled) || py.t(batch.is_cut)) && (timings != null))) {
-head_seconds = py.add(head_seconds, py.mul(times, py.item(timings.layers, py.item(workload.kinds, demand.top)).forward));
+head_seconds = py.add(head_seconds, py.mul(times, py.item(timings.layers, py.item(workload.kinds, (-1))).forward));
 }
 return py.replace(demand, {working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.beside), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
 }, ["demand", "workload", "timings", "shape"]);
@@ -1953,8 +1952,8 @@ let chunk;
 if ((config.context_parallel_size != null)) {
 return true;
 }
-chunk = config.sequence_chunk;
-if ((py.t(py.isinstance(chunk, py.int)) && ((config.max_length == null) || py.gt(config.max_length, chunk)))) {
+chunk = config.chunk_tokens;
+if (((chunk != null) && ((config.max_length == null) || py.gt(config.max_length, chunk)))) {
 return true;
 }
 if (py.ne(config.gradient_checkpointing, "auto")) {
@@ -2591,13 +2590,13 @@ const device_parts = lema_plan_memory.device_parts;
 const host_parts = lema_plan_memory.host_parts;
 const Simulated = lema_plan_simulation_simulator.Simulated;
 const simulate = lema_plan_simulation_simulator.simulate;
-const training_of = stubs.training_of;
 const in_chunks = stubs.in_chunks;
 const lengthened = stubs.lengthened;
 const run_length = stubs.run_length;
 const StepShape = lema_plan_work_step.StepShape;
 const Timings = lema_plan_work_step.Timings;
 const demand_of = lema_plan_work_step.demand_of;
+const training_of = stubs.training_of;
 const MicroBatch = lema_plan_work_workload.MicroBatch;
 const Workload = lema_plan_work_workload.Workload;
 const measure = stubs.measure;

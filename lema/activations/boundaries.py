@@ -115,7 +115,8 @@ class _OnDevice:
     def memory_bytes(self) -> int:
         return self._pool.memory_bytes
 
-    def begin(self, likes: Sequence[Tensor]) -> None:
+    def begin(self, likes: Sequence[Tensor], *, in_host: bool = False) -> None:
+        assert not in_host, "boundaries on the device are read in host memory"
         self._states.clear()
         if self._copies:
             self._pool.begin([like.nbytes for like in likes])
@@ -195,14 +196,17 @@ class _Away:
         self._fetches: deque[_Fetch] = deque()  # under way
         self._slots: deque[DeviceSlots] = deque()  # that are free
         self._slot_bytes = self._num_in_use = 0
+        self._in_host = False  # whether they are read there, and need not come back
 
     @property
     def memory_bytes(self) -> int:
         return self._pool.memory_bytes
 
-    def begin(self, likes: Sequence[Tensor]) -> None:
-        """Forget the step before; make room for boundaries like these, tensors without bytes."""
+    def begin(self, likes: Sequence[Tensor], *, in_host: bool = False) -> None:
+        """Forget the step before; make room for boundaries like these, tensors without bytes.
+        `in_host`: `fetched` yields them in host memory, where they come from as well."""
         self._forget()
+        self._in_host = in_host
         self._pool.begin([like.nbytes for like in likes])
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
@@ -211,6 +215,10 @@ class _Away:
         was told of, room is made for them."""
         piece = self._pool.allocate(like.nbytes, to_come)
         self._waiting.append(_Fetch(key, like, piece))
+        if self._in_host:
+            view_like(piece.fill(), like).copy_(state)
+            piece.filled(_nothing)
+            return
         # not at once, because compute need not wait for a copy then
         if len(self._leaving) == NUM_BUFFERS:
             self._leaving.popleft().release()
@@ -224,7 +232,8 @@ class _Away:
         self._let_go()
         order = sorted(self._waiting, key=lambda fetch: (-fetch.key[0], fetch.key[1]))
         self._waiting = []
-        largest = max((fetch.like.nbytes for fetch in order), default=0)
+        on_device = () if self._in_host else order
+        largest = max((fetch.like.nbytes for fetch in on_device), default=0)
         if largest > self._slot_bytes:
             self._slots = deque(self._backend.device_slots(largest, 1) for _ in range(NUM_BUFFERS))
             self._slot_bytes = largest
@@ -241,11 +250,15 @@ class _Away:
         )
         self._num_in_use += 1
         try:
-            if fetch.upload is None:
-                self._upload(fetch)
-            assert fetch.upload is not None
+            if self._in_host:
+                memory = fetch.piece.memory()
+            else:
+                if fetch.upload is None:
+                    self._upload(fetch)
+                assert fetch.upload is not None
+                memory = fetch.upload.wait()
             self._pump()
-            yield view_like(fetch.upload.wait(), fetch.like)
+            yield view_like(memory, fetch.like)
         finally:
             self._num_in_use -= 1
             self._give_back(fetch, again=again)
@@ -278,7 +291,7 @@ class _Away:
         waiting = [fetch for fetch in self._fetches if fetch.upload is None]
         for fetch in waiting:
             fetch.piece.expect()
-        for fetch in waiting:
+        for fetch in () if self._in_host else waiting:
             if not fetch.piece.ready():
                 # because compute wants them in this order, and so must the queue of uploads have
                 # them
@@ -296,6 +309,8 @@ class _Away:
             # Not before: on a device that computes in host memory the slot is the piece's own
             # buffer.
             fetch.piece.used(fetch.upload.drained)
+        elif self._in_host:
+            fetch.piece.used(_nothing)
         if again:
             self._waiting.append(_Fetch(fetch.key, fetch.like, fetch.piece))
         else:
@@ -303,6 +318,10 @@ class _Away:
 
 
 Tier = _OnDevice | _Away
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 def view_like(memory: Tensor, like: Tensor) -> Tensor:

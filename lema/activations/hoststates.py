@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lema.activations.boundaries import view_like
 from lema.backend import Carrier, Download, Upload
 
-__all__ = ["HostState", "HostStates", "on_device"]
+__all__ = ["HostRoom", "HostState", "HostStates", "on_device"]
 
 NUM_LEAVING = 2  # states that are held on the device until their copy has ended
 
@@ -85,6 +86,43 @@ class HostStates:
             # As large as the largest: locking memory takes long, and batches change in length.
             self._buffers[number] = self._carrier.host_buffer(max(nbytes, *map(len, self._buffers)))
         return self._buffers[number]
+
+
+class HostRoom:
+    """Room in host memory for hidden states, or gradients of them, of which a layer has only one
+    chunk of the sequence on the device. What is given back is used again."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._free: list[Tensor] = []
+        # what is taken, by numbers that nothing else may get meanwhile
+        self._taken: dict[int, StorageWeakRef] = {}
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor in host memory, with any values."""
+        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        fitting = [memory for memory in self._free if len(memory) >= like.nbytes]
+        if fitting:
+            memory = min(fitting, key=len)
+            self._free = [other for other in self._free if other is not memory]
+        else:
+            # before more is taken, because what is too small would only add up
+            self._free.clear()
+            memory = self._carrier.host_buffer(like.nbytes)
+        self._taken = {
+            number: storage for number, storage in self._taken.items() if not storage.expired()
+        }
+        storage = memory.untyped_storage()
+        self._taken[storage._cdata] = StorageWeakRef(storage)
+        return view_like(memory, like)
+
+    def give(self, tensor: Tensor) -> None:
+        """Take back what `take` has returned, once nobody reads it. Other tensors stay what they
+        are."""
+        storage = tensor.untyped_storage()
+        if self._taken.pop(storage._cdata, None) is not None:
+            memory = torch.empty(0, dtype=torch.uint8)
+            self._free.append(memory.set_(storage))
 
 
 def on_device(states: Sequence[Tensor | HostState], number: int) -> Tensor:

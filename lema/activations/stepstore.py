@@ -191,16 +191,21 @@ class BoundaryArena:
         """The bytes of boundaries that have left the device so far."""
         return 0 if self.tier == "device" else self._away.bytes_out
 
-    def step(self, hidden: Sequence[Tensor], layers: Collection[int]) -> "StepBoundaries":
+    def step(
+        self, hidden: Sequence[Tensor], layers: Collection[int], *, in_host: bool = False
+    ) -> "StepBoundaries":
         """Return where the boundaries of one step go, of the `layers` that keep their inputs.
         `hidden` are the hidden states before the first of these, `[batch, sequence, hidden]` per
         micro-batch; where those of later layers look otherwise, more room is made on the way. The
         memory of the step before is used again, unless that step still waits for its backward.
-        `DiskError`: the disk has no room."""
+        `in_host`: the layers read and write their boundaries in host memory. `DiskError`: the disk
+        has no room."""
         before = None if self._step is None else self._step()
         if self._storage_tier is None or (before is not None and not before.done):
             self._storage_tier = make_tier(self.tier, self._backend, self._directory, self._trace)
-        step = StepBoundaries(self._storage_tier, hidden, layers, self._trace, self._away)
+        step = StepBoundaries(
+            self._storage_tier, hidden, layers, self._trace, self._away, in_host=in_host
+        )
         self._step = weakref.ref(step)
         return step
 
@@ -221,12 +226,14 @@ class StepBoundaries:
         layers: Collection[int],
         trace: NoTrace,
         counters: Counters,
+        *,
+        in_host: bool = False,
     ) -> None:
         self._tier = tier
         self._trace = trace
         self._counters = counters
         self._total = self._to_come = self._to_fetch = len(layers) * len(hidden)
-        tier.begin([_like(state) for state in hidden] * len(layers))
+        tier.begin([_like(state) for state in hidden] * len(layers), in_host=in_host)
 
     @property
     def done(self) -> bool:

@@ -262,7 +262,7 @@ def plan(
     profile: Annotated[
         str | None,
         typer.Option(
-            help="Machine to plan for (t4, 4090, h200, trn1, cpu). Default: measure this machine."
+            help="Machine to plan for (t4, 4090, h100, h200, trn1, cpu). Default: measure this one."
         ),
     ] = None,
     price: Annotated[

@@ -602,6 +602,11 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
             yield Problem("boundary_activations", f"{what}; leave one out")
 
     @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens that go through a layer at once; None: whole sequences, or the plan's choice."""
+        return None if self.sequence_chunk == "auto" else self.sequence_chunk
+
+    @property
     def cuts_sequences(self) -> bool:
         """Whether sequences go through layers in parts, which keep no graph."""
         return self.sequence_chunk is not None or self.context_parallel_size is not None

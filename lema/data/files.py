@@ -58,6 +58,7 @@ DISTRUST = "write its rows to a new file if you trust it"
 MAX_RATIO = 150
 PIECE_BYTES = 1 << 19
 PIECE_ROWS = 512
+PIECE_IMAGES = 1 << 24  # bytes of images in rows, as columnar files have them
 
 Where: TypeAlias = tuple[str, int, int]
 """A file, the first line of a piece of it, and how many bytes of the file have been read behind
@@ -169,21 +170,37 @@ def _between(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
 def grouped(
     rows: Iterable[tuple[int, dict[str, Any]]], path: Path, label: str, size: int
 ) -> Iterator[Piece]:
-    """Yield rows, each with its number, in pieces of a file of so many bytes. `DataError`: as
-    raised by `rows`, after those before it have been yielded."""
+    """Yield rows, each with its number, in pieces of a file of so many bytes: of so many rows, or
+    fewer, if they hold images. `DataError`: as raised by `rows`, after those before it have been
+    yielded."""
     group: list[Row] = []
+    image_bytes = 0
     try:
         for line, values in rows:
             group.append(Row(values, label, line))
-            if len(group) == PIECE_ROWS:
+            image_bytes += _image_bytes(values)
+            if len(group) == PIECE_ROWS or image_bytes > PIECE_IMAGES:
                 yield Piece(path, label, group[0].line, group, size)
                 group = []
+                image_bytes = 0
     except DataError:
         if group:  # because what is wrong with them is to be told first
             yield Piece(path, label, group[0].line, group, size)
         raise
     if group:
         yield Piece(path, label, group[0].line, group, size)
+
+
+def _image_bytes(values: Mapping[str, Any]) -> int:
+    """Return how many bytes of images a row holds."""
+    items = [
+        item
+        for value in values.values()
+        for item in (value if isinstance(value, list) else [value])
+        if isinstance(item, Mapping)
+    ]
+    contents = (item.get("bytes") for item in items)
+    return sum(len(content) for content in contents if isinstance(content, bytes))
 
 
 def _pieces(path: Path, label: str) -> Iterator[Piece]:

@@ -160,6 +160,8 @@ def _size(example: Example | None) -> int:
         return 64 * len(example.ids)  # a Python number takes more memory than a character
     if isinstance(example, Chat):
         texts = (message.get("content") for message in example.messages)
+        if example.pictures:
+            return BATCH_CHARACTERS  # because its row may hold the bytes of images
         return sum(
             len(text) if isinstance(text, str) else BATCH_CHARACTERS // BATCH for text in texts
         )

@@ -266,7 +266,6 @@ class LayerStack:
         self._budget = budget
         self._images_inside = images_inside
         split = streamed.split
-        self._owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
         self._forward: Callable[..., Any] = self._owner.forward
         self._steps = _Steps()
         # leases announced for the next pass, and how many stream
@@ -280,8 +279,6 @@ class LayerStack:
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
             self._gradient_sums = {}
             streamed.engine.train_weights(adapter_leaves(split.layers, self._gradient_sums))
-        size = streamed.sequence_chunk
-        self._prefill = None if size is None else Prefill(streamed.engine, size, streamed.layers)
         self._replays = 0  # blocks in which routers are told what to choose
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
         self.supply: Callable[[StackCall], Sequence[Tensor]] = lambda call: self.run([call])[0]
@@ -291,6 +288,19 @@ class LayerStack:
             return self._call(*args, **kwargs)
 
         self._owner.forward = forward
+
+    @cached_property
+    def _owner(self) -> nn.Module:
+        """The module that holds the layers."""
+        split = self.streamed.split
+        return split.model.get_submodule(split.layers_name.rpartition(".")[0])
+
+    @cached_property
+    def _prefill(self) -> Prefill | None:
+        """Takes long prompts through the layers in chunks; None: they go at once."""
+        streamed = self.streamed
+        size = streamed.sequence_chunk
+        return None if size is None else Prefill(streamed.engine, size, streamed.layers)
 
     @cached_property
     def _signature(self) -> inspect.Signature:

@@ -32,10 +32,11 @@ class StepInputs:
         settings: what a step is trained by.
         padding: gives rows the shapes that the device is to see.
         chunk_tokens: logits exist for this many tokens at a time.
-        division: how processes divide rows, of which this one forms its part of the loss; None:
-            they do not.
+        division: how processes divide rows; None: they do not.
 
     Attributes:
+        division: how processes divide rows, of which this one forms its part of the loss; None:
+            they do not.
         objective: what the loss of rows is; None: the cross-entropy of tokens.
         inputs: brings tensors to the device.
     """
@@ -55,7 +56,7 @@ class StepInputs:
         self.padding = padding
         self.chunk_tokens = chunk_tokens
         self.inputs = Inputs(backend)
-        self._division = division
+        self.division = division
 
     def train_by(self, objective: Objective | None) -> None:
         """Take another loss of rows; None: the cross-entropy of tokens."""
@@ -74,7 +75,7 @@ class StepInputs:
 
     def _padded(self, micro_batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         batch = self.padding.of(micro_batch)
-        division = self._division
+        division = self.division
         if division is None or batch["input_ids"].shape[1] >= division.shortest:
             return batch
         return Padding(division.shortest).of(batch)
@@ -83,7 +84,7 @@ class StepInputs:
         """Return this process's targets; the loss is divided by the number of all, and logits of
         a part of each row are kept for nobody.
         """
-        division = self._division
+        division = self.division
         if division is None:
             return list(targets)
         whole = LossChunks(self._split.head, targets, 1, num_tokens=options.get("num_tokens"))
@@ -91,10 +92,10 @@ class StepInputs:
         return list(map(division.cut, targets))
 
     def prepare(
-        self, micro_batches: MicroBatches, **options: Any
+        self, micro_batches: MicroBatches, *, divided: bool = True, **options: Any
     ) -> tuple[list[dict[str, Tensor]], LossChunks | RowLoss]:
         """Return micro-batches on the device, and their loss; the options are those of
-        `LossChunks`.
+        `LossChunks`. `divided`: of rows that processes divide, the loss of this one's parts.
         """
         split = self._split
         split.state.hooks.check_none()
@@ -102,7 +103,8 @@ class StepInputs:
         objective = self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
-            targets = self._parts(targets, options)
+            if divided:
+                targets = self._parts(targets, options)
             options |= {
                 "host_targets": targets,
                 "dft": self._settings.dft,

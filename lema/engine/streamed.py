@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lema.activations.hoststates import HostStates
+from lema.activations.hoststates import HostRoom, HostStates
 from lema.backend import Backend
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.watchdog import Watchdog
@@ -67,7 +67,6 @@ class StreamedModel:
         division: how processes divide rows; None: each has rows of its own.
 
     Attributes:
-        division: how processes divide rows; None: each has rows of its own.
         engine: the objects that the layers of a pass work with.
         layers: the decoder layers, each of its kind.
         sequence_chunk: tokens of a sequence that go through a layer at once; None: all.
@@ -97,7 +96,6 @@ class StreamedModel:
         division: RowDivision | None = None,
     ) -> None:
         self.head = head
-        self.division = division
         self.activations = activations or Activations(split, backend, stream.trace)
         self.step_inputs = StepInputs(
             split,
@@ -119,9 +117,9 @@ class StreamedModel:
         )
         self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=retry)
         self.sequence_chunk = sequence_chunk
-        self._chunk: int | RowDivision | None = sequence_chunk if division is None else division
-        self.layers = layers_of(self.engine, in_chunks=self._chunk is not None)
-        if self._chunk is not None:
+        in_chunks = sequence_chunk is not None or division is not None
+        self.layers = layers_of(self.engine, in_chunks=in_chunks)
+        if in_chunks:
             check_cuts(self.engine)
         self._away = HostStates(backend)
         self.prefix: PrefixCache | None = None
@@ -140,6 +138,11 @@ class StreamedModel:
     def stream(self) -> LayerStream:
         """The layers' weights."""
         return self.engine.stream
+
+    @property
+    def division(self) -> RowDivision | None:
+        """How processes divide rows; None: each has rows of its own."""
+        return self.step_inputs.division
 
     @property
     def num_dividing(self) -> int:
@@ -320,22 +323,25 @@ class StreamedModel:
                 nullcontext() if start else self._first_lease(device_batches)
             )
             outside = self.trained_outside()
+            room = self._room(device_batches, chunks, trains_outside=bool(outside))
             hidden, calls = self.prelude(
-                device_batches, first, differentiate=bool(outside), around=around
+                device_batches, first, differentiate=bool(outside), around=around, room=room
             )
             start = self._checked_start(start, micro_batches, around)
-            embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
+            embed_head = EmbedHead(
+                self.backend, chunks, hidden, calls, outside, in_place=room is not None
+            )
             if self.engine.routers is not None:
                 self.engine.routers.begin(embed_head.loss, calls, device_batches)
             hidden = self.split.enter(embed_head.start(self.engine.anchor))
             self.starts_below = embed_head.reach_below
             # a head in pieces comes after all layers, any other is computed with the top layer
             end = self.split.num_layers - (self.head is None)
-            saving = self.step_saving(hidden, self.lowest_trained, end)
+            saving = self.step_saving(hidden, self.lowest_trained, end, in_host=room is not None)
             reference_rows = reference_rows_of(
                 self, chunks, micro_batches, device_batches, calls, first
             )
-            rows = Rows(calls, list(hidden))
+            rows = Rows(calls, list(hidden), room=room)
             del hidden
             if self.prefix is not None:
                 start = self._through_prefix(
@@ -362,6 +368,24 @@ class StreamedModel:
         if logits:  # there are none of a loss of rows, or of parts of rows
             cut(logits, micro_batches)
         return loss
+
+    def _room(
+        self, batches: MicroBatches, loss: LossChunks | RowLoss, *, trains_outside: bool
+    ) -> HostRoom | None:
+        """Return room in host memory for a step's hidden states, where sequences go through layers
+        in chunks and boundaries do not wait on the device; None: hidden states are there whole.
+        So they are as well where something else is computed with all of a row at once."""
+        size = self.sequence_chunk
+        whole = (
+            size is None
+            or all(batch["input_ids"].shape[1] <= size for batch in batches)
+            or self.activations.arena.tier == "device"
+        )
+        others = (self.head, self.prefix, self.division)
+        elsewhere = self.stream.groups or any(other is not None for other in others)
+        if whole or trains_outside or elsewhere or not isinstance(loss, LossChunks):
+            return None
+        return self.activations.room
 
     def _checked_start(
         self,
@@ -461,18 +485,21 @@ class StreamedModel:
     ) -> tuple[Tensor, int]:
         """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are.
         With an `objective`: its loss of the batch, and the number of examples that it is the mean
-        of."""
+        of. Where `logits` are wanted no row is divided over processes."""
         run = partial(self._evaluate, logits)
         return self.retry.run_pass(run, micro_batches, outputs=logits, purpose="evaluation")
 
     def _evaluate(
         self, logits: list[Tensor] | None, micro_batches: MicroBatches
     ) -> tuple[Tensor, int]:
-        device_batches, chunks = self.step_inputs.prepare(micro_batches, logits=logits)
+        divided = logits is None and self.division is not None
+        device_batches, chunks = self.step_inputs.prepare(
+            micro_batches, divided=divided, logits=logits
+        )
         self._announce_forward()
         with ExitStack() as first_lease:
             first = first_lease.enter_context(self._first_lease(device_batches))
-            entered, calls = self.prelude(device_batches, first)
+            entered, calls = self.prelude(device_batches, first, divided=divided)
             reference_rows = reference_rows_of(
                 self, chunks, micro_batches, device_batches, calls, first
             )
@@ -500,7 +527,7 @@ class StreamedModel:
         if logits:
             cut(logits, micro_batches)
         value = torch.stack(values).sum()
-        if self.division is not None:
+        if divided and self.division is not None:
             return self.division.group.sum(value), chunks.num_tokens
         return value, chunks.trained_tokens
 
@@ -545,10 +572,14 @@ class StreamedModel:
         differentiate: bool = False,
         away: HostStates | None = None,
         around: list[dict[str, Any]] | None = None,
+        room: HostRoom | None = None,
+        divided: bool = True,
     ) -> tuple[tuple[Any, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each
-        micro-batch. States that go `away` do so as each is made, as the first layer is given them.
-        `around` receives, as JSON types, what the modules before the layers keep after each."""
+        micro-batch. States that go `away` do so as each is made, as the first layer is given them;
+        those of rows in chunks lie in `room`. `around` receives, as JSON types, what the modules
+        before the layers keep after each. `divided`: of rows that processes divide, this one's
+        parts."""
         hidden: list[Any] = []
         preludes = []
         weights = {} if first is None else first.weights  # used once; None: they have been
@@ -557,7 +588,9 @@ class StreamedModel:
             nullcontext() if self.head is None else self.head.standing_in(),
         ):
             for number, batch in enumerate(micro_batches):
-                prelude = self._prelude_of(batch, weights, differentiate=differentiate)
+                prelude = self._prelude_of(
+                    batch, weights, differentiate=differentiate, room=room, divided=divided
+                )
                 state = prelude.hidden
                 hidden.append(
                     state if away is None else away.keep(number, *self.split.enter([state]))
@@ -572,7 +605,13 @@ class StreamedModel:
         return tuple(hidden), calls
 
     def _prelude_of(
-        self, batch: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, differentiate: bool
+        self,
+        batch: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        *,
+        differentiate: bool,
+        room: HostRoom | None = None,
+        divided: bool,
     ) -> Prelude:
         """Run one micro-batch up to the layers; in chunks, if it is longer than one."""
         inputs = model_inputs(batch)
@@ -581,11 +620,15 @@ class StreamedModel:
             return self.split.prelude(
                 inputs, weights, differentiate=differentiate, more=self._image_inputs(images, batch)
             )
-        size = self._chunk
+        size: int | RowDivision | None = self.division if divided else None
+        size = size or self.sequence_chunk
         whole = isinstance(size, int) and batch["input_ids"].shape[1] <= size
         if size is None or whole:
             return self.split.prelude(inputs, weights, differentiate=differentiate)
-        return self.split.prelude_in_chunks(inputs, weights, size, differentiate=differentiate)
+        take = None if room is None else room.take
+        return self.split.prelude_in_chunks(
+            inputs, weights, size, differentiate=differentiate, room=take
+        )
 
     def _image_inputs(self, images: RowImages, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the model is given of images, on the device."""
@@ -593,10 +636,19 @@ class StreamedModel:
         return {name: value.to(self.backend.device) for name, value in inputs.items()}
 
     def step_saving(
-        self, hidden: Sequence[Tensor], lowest: int, end: int, budget: int = 0
+        self,
+        hidden: Sequence[Tensor],
+        lowest: int,
+        end: int,
+        budget: int = 0,
+        *,
+        in_host: bool = False,
     ) -> Saving:
         """Return what a step keeps of its layers; the arguments are those of `Activations.step`."""
         size = self.sequence_chunk
-        in_chunks = size is not None and any(state.shape[1] > size for state in hidden)
+        long = size is not None and any(state.shape[1] > size for state in hidden)
+        in_chunks = long or self.division is not None
         with self.retry.at("for the inputs of layers that wait for the backward"):
-            return self.activations.step(hidden, lowest, end, budget, in_chunks=in_chunks)
+            return self.activations.step(
+                hidden, lowest, end, budget, in_chunks=in_chunks, in_host=in_host
+            )

@@ -66,8 +66,8 @@ def whether_recomputed(config: LemaConfig) -> bool | None:
     """Return whether the settings have layers recomputed; None: as few as memory asks for."""
     if config.context_parallel_size is not None:
         return True  # as below
-    chunk = config.sequence_chunk
-    if isinstance(chunk, int) and (config.max_length is None or config.max_length > chunk):
+    chunk = config.chunk_tokens
+    if chunk is not None and (config.max_length is None or config.max_length > chunk):
         return True  # because a graph of all chunks is what they are to spare
     if config.gradient_checkpointing != "auto":
         return config.gradient_checkpointing

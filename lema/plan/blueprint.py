@@ -42,7 +42,7 @@ from lema.model.skeleton import compute_fast, find_layers
 from lema.model.split import Split
 from lema.model.towers.stacks import unloaded_towers
 from lema.model.weight_names import match_names, target_dtypes
-from lema.plan.trainable_bytes import (
+from lema.plan.work.trainable_bytes import (
     MASTER_BYTES,
     MOMENT_BYTES,
     TrainedBytes,

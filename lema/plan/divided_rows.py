@@ -26,8 +26,8 @@ def in_parts(config: LemaConfig, positions: int | None) -> LemaConfig:
     if size is None:
         return config
     part = max(2, -(-longest_row(config.max_length, positions) // (NUM_ROUNDS * size)))
-    size = config.sequence_chunk
-    chunk = min(part, size) if isinstance(size, int) else part
+    tokens = config.chunk_tokens
+    chunk = part if tokens is None else min(part, tokens)
     return config.model_copy(update={"sequence_chunk": chunk})
 
 

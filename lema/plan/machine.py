@@ -83,6 +83,7 @@ PROFILES = {
     for machine in (
         Machine("t4", 15 * GIB, 32 * GB, Speeds(3e9, 12e9), 25e12, 6e12, 160e9, 1.5e-3),
         Machine("4090", 24 * GIB, 64 * GB, Speeds(7e9, 25e9), 140e12, 62e12, 500e9, 1.5e-3),
+        Machine("h100", 80 * GB, 256 * GB, Speeds(14e9, 50e9), 400e12, 50e12, 1.7e12, 1.5e-3),
         Machine("h200", 139 * GIB, 128 * GIB, Speeds(14e9, 50e9), 400e12, 50e12, 2.4e12, 1.5e-3),
         Machine(
             "trn1",

@@ -31,10 +31,10 @@ from lema.plan.groups import with_waiting
 from lema.plan.machine import MachineState, Memory, unknown_speeds
 from lema.plan.memory import device_parts, host_parts
 from lema.plan.simulation.simulator import Simulated, simulate
-from lema.plan.trainable_bytes import training_of
 from lema.plan.work.chunk_work import in_chunks
 from lema.plan.work.long_rows import lengthened, run_length
 from lema.plan.work.step import StepShape, Timings, demand_of
+from lema.plan.work.trainable_bytes import training_of
 from lema.plan.work.workload import MicroBatch, Workload, measure
 
 __all__ = ["Planner", "StepNeeds"]

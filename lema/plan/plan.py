@@ -23,7 +23,7 @@ from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
 from lema.plan.divided_rows import divided_note
 from lema.plan.groups import ExpertSummary, expert_summary
-from lema.plan.work.lengths import LongRows, long_rows
+from lema.plan.lengths import LongRows, long_rows
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, timed
 from lema.plan.simulation.simulator import Simulated

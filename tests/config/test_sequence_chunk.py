@@ -23,7 +23,7 @@ def test_a_setting_that_chunks_were_not_tested_with_is_named(settings: dict[str,
     assert next(iter(settings)) in str(error.value)
 
 
-@pytest.mark.parametrize("chunk", [1, 0, -4, "auto"])
+@pytest.mark.parametrize("chunk", [1, 0, -4, "all"])
 def test_a_chunk_has_two_tokens_or_more(chunk: object) -> None:
     with pytest.raises(ConfigError):
         LemaConfig("model", sequence_chunk=chunk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,6 +20,7 @@ from imageprocessors import picture, publish_with_processor
 from lema import LemaConfig
 from lema.data import TokenDataset
 from lema.data.images.rows import RowImages
+from lema.data.sets.sources import data_files
 from lema.errors import DataError
 from lema.model.files import ModelFiles, read_data
 
@@ -139,6 +141,21 @@ def test_bytes_of_parquet_and_objects_of_pillow_are_read(
     assert_first(
         read(iter([chat(PART, images=[tmp_path / "one.png"])]), image_folder=str(tmp_path))
     )
+
+
+def test_rows_that_hold_images_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    def sizes(nbytes: int, count: int) -> list[int]:
+        draw = random.Random(nbytes)
+        held = ({"bytes": draw.randbytes(nbytes), "path": None} for _ in range(count))
+        rows = [chat(PART, images=[image]) for image in held]
+        for row in rows:
+            row["messages"][1] = {"role": "assistant", "content": [{"type": "text", "text": "w7"}]}
+        file = tmp_path / f"{nbytes}.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, compression="none")
+        return [piece.num_rows() for _, piece in data_files(str(file))[0].pieces()]
+
+    assert sizes(10, 600) == [512, 88]
+    assert sizes(1 << 20, 40) == [17, 17, 6]  # of a mebibyte each
 
 
 def test_several_images_and_none_in_one_file(read: Callable[..., Any]) -> None:

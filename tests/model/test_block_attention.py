@@ -16,7 +16,7 @@ from lema.model.sequence import attention
 from lema.model.sequence.attention import Handed, attention_in_blocks
 from lema.model.sequence.blockmask import BlockMask, block_masks
 from lema.model.sequence.states import ChunkStates, Span
-from lema.plan.meter import Tally
+from lema.plan.work.meter import Tally
 
 ROWS, HEADS, GROUPS, WIDTH = 2, 2, 3, 8
 CHUNK, LENGTH = 40, 700  # more than two blocks, and no multiple of one

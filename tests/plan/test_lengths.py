@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from lema import LemaConfig
 from lema.errors import MemoryLimitError
 from lema.plan import make_plan
-from lema.plan.work.lengths import LongRows
+from lema.plan.lengths import LongRows
 from lema.plan.machine import profile
 
 LENGTH = 16384
@@ -44,10 +44,10 @@ def test_the_longest_row_that_fits_is_the_longest(hollow: Path) -> None:
     assert rows is not None
     assert rows.longest > LENGTH
     assert rows.reason.startswith("device memory is short of longer ones: a token takes")
-    again = rows_of(hollow, int(0.98 * rows.longest))
+    again = rows_of(hollow, int(0.95 * rows.longest))
     assert again is not None
-    assert again.longest == pytest.approx(rows.longest, rel=0.02)
-    longer = int(1.03 * rows.longest)
+    assert again.longest == pytest.approx(rows.longest, rel=0.05)
+    longer = int(1.1 * rows.longest)
     with pytest.raises(MemoryLimitError) as refused:
         rows_of(hollow, longer)
     assert "tokens fit: device memory is short" in refused.value.how

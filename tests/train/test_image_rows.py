@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy, logsigmoid, pad
 from transformers import AutoConfig
 
 from lema import LemaConfig, LemaModel
-from lema.data.batches import Batches
+from lema.data.batches import Batches, split_batch
 from lema.errors import ConfigError
 from lema.model.files import read_data
 from lema.storage.modelfiles import load_processor
@@ -183,9 +183,14 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
             values.append(value.detach())
         assert torch.equal(loss.detach(), sum(values, torch.zeros(())))
         assert_same_gradients(model, reference)
-        # without gradients, and cut into smaller micro-batches, as where memory runs out
-        evaluated, count = model.adapter.evaluate(batches.micro_batches([0]))
+        evaluated, count = model.adapter.evaluate(micro_batches)
         assert torch.equal(evaluated, loss.detach())
+        assert count == total
+        # cut into rows, as where memory runs out
+        rows_alone = [part for batch in micro_batches for part in split_batch(batch, 1)]
+        assert len(rows_alone) == len(rows)
+        evaluated, count = model.adapter.evaluate(rows_alone)
+        assert float(evaluated) == pytest.approx(float(loss.detach()), rel=1e-6)
         assert count == total
 
 

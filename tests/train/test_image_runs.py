@@ -16,6 +16,7 @@ import pytest
 import torch
 from aligned import aligned
 from clirun import lema
+from forked import run_program
 from imageprocessors import image_examples, image_rows, picture, publish_with_processor, words
 from parity import trained
 from peft import get_peft_model
@@ -341,3 +342,20 @@ def test_init_sees_that_rows_have_images(
     assert "\nmodalities: all\n" in file.read_text()
     options = ["--set", "max_steps=1", "--set", f"output_dir={tmp_path / 'made'}"]
     assert lema("train", str(file), *options, "--set", "device=cpu") == 0, capsys.readouterr().err
+
+
+def test_two_processes_share_the_rows_of_a_batch(model: Path, tmp_path: Path) -> None:
+    rows = image_rows(tmp_path, 8)
+    outcomes = []
+    for name, count in (("one", 1), ("two", 2)):
+        about = written(tmp_path, model, rows, output_dir=str(tmp_path / name), micro_batch_size=2)
+        file = tmp_path / f"{name}.yaml"
+        with file.open("w") as out:
+            YAML(typ="safe", pure=True).dump(about, out)
+        said = tmp_path / f"said {name}"
+        said.mkdir()
+        ended = run_program(["-m", "lema", "train", str(file)], count, said)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        outcomes.append(adapter_of(tmp_path / name))
+    one, two = outcomes
+    assert all(torch.allclose(two[name], one[name], rtol=0, atol=1e-6) for name in one)

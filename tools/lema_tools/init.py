@@ -52,6 +52,10 @@ def init(
         typer.Option(metavar="SIZE", help="Host memory of a run. Default: what is free here."),
     ] = None,
     output: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")] = Path("my.yaml"),
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="TOKENS", help="Longest row. Default: 1024."),
+    ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -103,7 +107,13 @@ def init(
         rows = look_at(data, sees_images=has_processor(directory))
         typer.echo(f"{data}: {rows.line}")
         choice, host_reason = _choice(
-            directory, machine, sizes[0], sizes[1], profile, has_images=rows.has_images
+            directory,
+            machine,
+            sizes[0],
+            sizes[1],
+            profile,
+            has_images=rows.has_images,
+            max_length=max_length,
         )
     _write(output, choice, (name, needs), data, rows, host_reason)
     for line in _summary(output, choice, machine):
@@ -158,6 +168,7 @@ def _choice(
     profile: str | None,
     *,
     has_images: bool,
+    max_length: int | None,
 ) -> "tuple[Choice, str]":
     """Return what is chosen for a model, and where the limit of host memory is from."""
     from lema.config.units import human_bytes
@@ -174,7 +185,7 @@ def _choice(
             f"{human_bytes(machine.host_free)} were free."
         )
     modalities: Literal["text", "all"] = "all" if has_images else "text"
-    (choice,) = choices(directory, [device_memory], profile, host, modalities)
+    (choice,) = choices(directory, [device_memory], profile, host, modalities, max_length)
     if isinstance(choice, MemoryLimitError):
         raise choice
     return choice, reason

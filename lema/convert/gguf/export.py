@@ -180,8 +180,9 @@ def _write_model(
 ) -> GgufExport:
     system, date = _of_run(source)
     if not is_delta(source) and not _is_model(source):
-        quiet = {"trust_remote_code": trust_remote_code, "note": lambda _: None}
-        opened = open_adapter(source, base_dir, **quiet)
+        opened = open_adapter(
+            source, base_dir, trust_remote_code=trust_remote_code, note=lambda _: None
+        )
         skeleton = opened.base.skeleton
         check_no_towers(find_towers(skeleton), param_filter(skeleton, opened.lora))
     with appearing(out) as partial:

@@ -92,10 +92,10 @@ class Prefill:
         stream = engine.stream
         split = engine.split
         self._learn()
-        given = _cache_of(arguments)
-        cache = DynamicCache(config=split.model.config) if given is None else given
+        passed = _cache_of(arguments)
+        cache = DynamicCache(config=split.model.config) if passed is None else passed
         chunks = CallChunks(split, forward, arguments, self._size, engine.backend.device)
-        rows = chunks.rows(leaves_out_padding=_ends_in_tokens(arguments), shares=True)
+        rows = chunks.rows(leaves_out_padding=_last_are_tokens(arguments), shares=True)
         in_layers = _in_front(rows.prelude())
         order = stream.forward_order()
         if not stream.announced:
@@ -165,7 +165,7 @@ def _is_empty(cache: DynamicCache) -> bool:
     return not any(begun)
 
 
-def _ends_in_tokens(arguments: Mapping[str, Any]) -> bool:
+def _last_are_tokens(arguments: Mapping[str, Any]) -> bool:
     """Whether no row ends in padding, to which new tokens would be appended."""
     mask = arguments.get("attention_mask")
     return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, -1] != 0).all())

@@ -44,7 +44,9 @@ class EmbedHead:
     `hidden`: each micro-batch's hidden state before the layers, with its graph where something
     there trains. `calls`: of each layer, the call of each micro-batch. An argument with a graph is
     cut off from it: layers add its gradient to `.grad`, from where it goes on at the end. `outer`:
-    the parameters whose gradients the caller's graph gets; None: all are added to `.grad`. Its
+    the parameters whose gradients the caller's graph gets; None: all are added to `.grad`.
+    `in_place`: the gradient of what the head is given is written over that, which no parameter of
+    the head that trains needs any more. Its
     attribute `sums`: of each of the head's parameters the gradient, summed over the blocks that the
     loss was formed of so far."""
 
@@ -56,8 +58,11 @@ class EmbedHead:
         calls: Sequence[Sequence[LayerCall]],
         trained: Collection[nn.Parameter],
         outer: OuterGradients | None = None,
+        *,
+        in_place: bool = False,
     ) -> None:
         self._loss = loss
+        self._in_place = in_place
         self._outer = outer
         self._backend = backend
         self._hidden = list(hidden)
@@ -104,7 +109,10 @@ class EmbedHead:
         `output`.
         """
         state = self._backend.rng_state()
-        value, gradient = self.loss.backward(index, output, self._formed_at_once, self.sums)
+        options = {"in_place": True} if self._in_place else {}
+        value, gradient = self.loss.backward(
+            index, output, self._formed_at_once, self.sums, **options
+        )
         if self._after:
             self._outputs[index] = output, state
         return value, gradient

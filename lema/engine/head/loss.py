@@ -156,15 +156,20 @@ class LossChunks:
         hidden: Tensor,
         choose: Callable[[frozenset[int]], Sequence[nn.Parameter]],
         sums: dict[nn.Parameter, Tensor],
+        *,
+        in_place: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s share of the loss, and the gradient of `scale` times it,
         shaped as `hidden`. Given the leaves of a block's graph, `choose` returns the parameters
-        whose gradients are added up in `sums`."""
-        gradient = torch.zeros_like(hidden)
+        whose gradients are added up in `sums`. `in_place`: the gradient is written over `hidden`,
+        which may be in host memory."""
+        gradient = hidden if in_place else torch.zeros_like(hidden)
         values = []
         for rows, columns in self._blocks(index):
             with torch.enable_grad():
                 value, leaf = self._chunk(index, hidden, rows, columns)
+                if in_place and not value.requires_grad:
+                    gradient[rows, columns] = 0
                 if value.requires_grad:
                     # Chosen by the block's graph, because only that says which parameters the head
                     # used.
@@ -201,10 +206,11 @@ class LossChunks:
         """Return a block's share of the loss, and the leaf that it depends on unless nothing is
         trained.
         """
-        leaf = hidden[rows, columns].detach().requires_grad_(torch.is_grad_enabled())
-        if self._skipped(index, rows, columns):
-            return torch.zeros((), device=hidden.device), leaf
         target = self._targets[index][rows, columns]
+        block = hidden[rows, columns].to(target.device)
+        leaf = block.detach().requires_grad_(torch.is_grad_enabled())
+        if self._skipped(index, rows, columns):
+            return torch.zeros((), device=target.device), leaf
         return self._value(
             lambda: self.store_logits(index, self._head(leaf), (rows, columns)), target
         ), leaf

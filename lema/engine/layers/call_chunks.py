@@ -69,15 +69,15 @@ class CallChunks:
         self._size = size
         self._device = device.type
         self._ambient = autocast_dtype(device.type)
-        given = {name: value for name, value in arguments.items() if value is not None}
+        values = {name: value for name, value in arguments.items() if value is not None}
         self._batch: dict[str, Tensor] = {
-            name: given[name] for name in BY_TOKEN if isinstance(given.get(name), Tensor)
+            name: values[name] for name in BY_TOKEN if isinstance(values.get(name), Tensor)
         }
         if POSITIONS in self._batch and not any(kind.num_states for kind in split.sequence_kinds()):
-            given = {name: value for name, value in given.items() if name not in BORDERS}
+            values = {name: value for name, value in values.items() if name not in BORDERS}
         self._options = {
             name: value
-            for name, value in given.items()
+            for name, value in values.items()
             if name not in (*self._batch, *CACHES, NUMBERS)
         }
         table = split.model.get_input_embeddings()

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lema.activations.hoststates import HostRoom
 from lema.engine.engine import Engine
 from lema.model.flow import LayerCall, Suspended
 from lema.model.sequence.cache import StatesComplete
@@ -78,21 +79,31 @@ class ChunkVisit:
         """Return the chunks of a micro-batch of so many tokens, as they lie in its hidden state."""
         return self._call.parts if isinstance(self._call, ChunkedCall) else [Span(0, length)]
 
-    def forward(self, layer_input: Tensor) -> Tensor:
+    def forward(self, layer_input: Tensor, room: HostRoom | None = None) -> Tensor:
         """Return what the layer makes of `[rows, sequence, hidden]`, without a graph; what
-        chunks keep for later ones stays."""
+        chunks keep for later ones stays. `room`: where that is put; None: on the device."""
         outputs = None
         self._routed.clear()
         for chunk, span in enumerate(self.spans(layer_input.shape[1])):
             self.note_drawn()
             with torch.no_grad():
-                output = self._run(chunk, layer_input[self.rows_of(chunk), span.slice])
+                output = self._run(
+                    chunk, self._on_device(layer_input[self.rows_of(chunk), span.slice])
+                )
             if outputs is None:
                 shape = (*layer_input.shape[:2], *output.shape[2:])
                 # zeros, because padding may be in no chunk
-                outputs = output.new_zeros(shape)
+                if room is None:
+                    outputs = output.new_zeros(shape)
+                else:
+                    outputs = room.take(shape, output.dtype)
+                    outputs[:, : span.start] = 0
             outputs[:, span.slice] = output
+            # before the next one, whose memory would be another
+            del output
         assert outputs is not None, "a micro-batch has no tokens"
+        if room is not None:
+            outputs[:, span.stop :] = 0
         return outputs
 
     def rows_of(self, chunk: int) -> slice:
@@ -109,6 +120,10 @@ class ChunkVisit:
         """
         computed_once = self.rows_of(chunk).stop is not None
         return gradient.sum(dim=0, keepdim=True) if computed_once else gradient
+
+    def _on_device(self, part: Tensor) -> Tensor:
+        """Return a chunk's part of a hidden state, or of its gradient, on the device."""
+        return part.to(self._engine.backend.device, non_blocking=True)
 
     def note_drawn(self) -> None:
         """Note the generator's state before the next chunk."""
@@ -144,7 +159,8 @@ class ChunkVisit:
         for chunk, span in enumerate(self._call.parts[:-1]):
             self._engine.backend.set_rng_state(self.drawn[chunk])
             with torch.no_grad(), suppress(StatesComplete):
-                self._run(chunk, layer_input[self.rows_of(chunk), span.slice], stops=True)
+                part = layer_input[self.rows_of(chunk), span.slice]
+                self._run(chunk, self._on_device(part), stops=True)
 
     def backward(
         self,
@@ -154,6 +170,7 @@ class ChunkVisit:
         *,
         needs: bool,
         sums: GradientSums | None = None,
+        in_place: bool = False,
     ) -> Tensor | None:
         """Recompute and differentiate the chunks in reverse.
 
@@ -163,23 +180,29 @@ class ChunkVisit:
             of_routers: the gradients of what its routers made of it, if somebody asks.
             needs: whether the input's is asked for.
             sums: what else has a gradient; None: it is added to `.grad` of what trains.
+            in_place: write the input's gradient where the output's is, chunk for chunk.
 
         Returns:
             The input's gradient, `[rows, sequence, hidden]`; None: it is not asked for.
         """
-        # zeros, because padding may be in no chunk
-        input_gradient = torch.zeros_like(layer_input) if needs else None
+        input_gradient = None
+        if needs:
+            # zeros, because padding may be in no chunk
+            input_gradient = gradient if in_place else torch.zeros_like(layer_input)
         spans = self.spans(layer_input.shape[1])
+        if input_gradient is not None and in_place:
+            input_gradient[:, : spans[0].start] = 0
+            input_gradient[:, spans[-1].stop :] = 0
         num_rows, length = layer_input.shape[:2]
         self._asks = bool(of_routers)
         for chunk in reversed(range(len(spans))):
             part = spans[chunk].slice
             self._engine.backend.set_rng_state(self.drawn[chunk])
             rows = self.rows_of(chunk)
-            leaf = layer_input[rows, part].detach().requires_grad_(needs)
+            leaf = self._on_device(layer_input[rows, part]).detach().requires_grad_(needs)
             with torch.enable_grad():
                 output = self._run(chunk, leaf, again=True)
-            roots = [(output, self.gradient_of(chunk, gradient[:, part]))]
+            roots = [(output, self.gradient_of(chunk, self._on_device(gradient[:, part])))]
             if of_routers:
                 by_token = [by.view(num_rows, length, -1)[:, part] for by in of_routers]
                 roots += [
@@ -192,20 +215,22 @@ class ChunkVisit:
             if input_gradient is not None:
                 assert formed is not None, "a layer's input does not reach its output"
                 # that of rows for which it was not computed is zero, as it is in their sum
+                if in_place and rows.stop is not None:
+                    input_gradient[:, part] = 0
                 input_gradient[rows, part] = formed
             del output, leaf, formed
         return input_gradient
 
     def differentiate(
-        self, made: Sequence[tuple[Tensor, Tensor]], leaf: Tensor, sums: GradientSums | None
+        self, outputs: Sequence[tuple[Tensor, Tensor]], leaf: Tensor, sums: GradientSums | None
     ) -> Tensor | None:
         """Differentiate a chunk; return the gradient of its input, if that is asked for. `made`:
         what the layer has made of it, with gradients."""
         states = self._states
         handed_on = [] if states is None else states.roots()
         entered = [] if states is None else states.leaves()
-        roots = [root for root, _ in (*made, *handed_on)]
-        root_gradients = [by for _, by in (*made, *handed_on)]
+        roots = [root for root, _ in (*outputs, *handed_on)]
+        root_gradients = [by for _, by in (*outputs, *handed_on)]
         if sums is None:
             torch.autograd.backward(roots, root_gradients)
             of_states: Sequence[Tensor | None] = [state.grad for state in entered]
@@ -234,12 +259,12 @@ class ChunkVisit:
             stops: stop as soon as the chunk has left what later ones need.
             again: this is a recomputation, and what the call has noted stays.
         """
-        one = self._call_of(chunk, asks=self._asks and not stops, again=again)
+        chunk_call = self._call_of(chunk, asks=self._asks and not stops, again=again)
         with self._holding(chunk, stops=stops):
             output = self._engine.split.run_layer(
-                self._number, self._weights, one, layer_input, compiled=False
+                self._number, self._weights, chunk_call, layer_input, compiled=False
             )
-        self._take_routers(one)
+        self._take_routers(chunk_call)
         return output
 
     def half(self, chunk: int, layer_input: Tensor, *, asks: bool, again: bool) -> Suspended:
@@ -251,14 +276,14 @@ class ChunkVisit:
             asks: whether somebody asks what routers make.
             again: as in `_run`.
         """
-        one = self._call_of(chunk, asks=asks, again=again)
+        chunk_call = self._call_of(chunk, asks=asks, again=again)
         split = self._engine.split
         run = partial(
-            split.run_layer, self._number, self._weights, one, layer_input, compiled=False
+            split.run_layer, self._number, self._weights, chunk_call, layer_input, compiled=False
         )
         with self._holding(chunk):
             half = split.suspended(self._number, run)
-        self._take_routers(one)
+        self._take_routers(chunk_call)
         return half
 
     def take_routed(self) -> list[Tensor]:

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lema.activations.hoststates import HostState
+from lema.activations.hoststates import HostRoom, HostState
 from lema.activations.stepstore import StepBoundaries
 from lema.engine.engine import Engine
 from lema.engine.layers.chunk_check import ChunkChecks
@@ -62,6 +62,7 @@ class _SavedRows:
     leaves: Leaves  # for the weights that train
     boundaries: StepBoundaries
     needs_grad: Sequence[bool]
+    room: HostRoom | None  # for the hidden states
     # the generator's, of each micro-batch before each chunk
     drawn: list[list[Tensor]] = field(default_factory=list)
 
@@ -100,7 +101,7 @@ class ChunkedLayer:
 
         def run(index: int) -> Tensor | HostState:
             visit = ChunkVisit(engine, self.number, lease.weights, calls[index])
-            output = visit.forward(rows.state(index).detach())
+            output = visit.forward(rows.state(index).detach(), rows.room)
             visit.note_routers(output, differentiable=False)
             return rows.stored(index, output)
 
@@ -108,9 +109,9 @@ class ChunkedLayer:
             for index in range(len(rows.states)):
                 engine.stop.poll()
                 drawn = engine.generator_state()
-                rows.states[index] = engine.retry.run_forward(
-                    self._location, partial(run, index), drawn
-                )
+                output = engine.retry.run_forward(self._location, partial(run, index), drawn)
+                _let_go(rows, index)
+                rows.states[index] = output
 
     def output(self, lease: Lease, leaves: Leaves, call: LayerCall, state: Tensor) -> Tensor:
         """Return what the layer makes of one micro-batch, without a graph."""
@@ -129,7 +130,7 @@ class ChunkedLayer:
         boundaries = saving.boundaries_of(number)
         assert boundaries is not None, "a layer in chunks keeps its graph"
         leaves = engine.trained.leaves(number, lease)
-        saved = _SavedRows(calls, leaves, boundaries, needs_grad)
+        saved = _SavedRows(calls, leaves, boundaries, needs_grad, rows.room)
         weights = {**lease.weights, **leaves}
         outputs = list[Tensor]()
         for index, call in enumerate(calls):
@@ -141,13 +142,14 @@ class ChunkedLayer:
                 call: LayerCall = call, layer_input: Tensor = layer_input
             ) -> tuple[Tensor, list[Tensor]]:
                 visit = ChunkVisit(engine, number, weights, call)
-                output = visit.forward(layer_input)
+                output = visit.forward(layer_input, rows.room)
                 visit.note_routers(output)
                 return output, visit.drawn
 
             output, states = engine.retry.run_forward(self._location, run, drawn)
             outputs.append(output)
             saved.drawn.append(states)
+            _let_go(rows, index)
         rows.put(outputs)
         return saved
 
@@ -176,9 +178,15 @@ class ChunkedLayer:
                 visit.make_states(boundary)
                 output_gradient, *of_routers = gradients[index]
                 needs = saved.needs_grad[index]
+                room = saved.room
+                in_place = room is not None and not again
                 input_gradients.append(
-                    visit.backward(boundary, output_gradient, of_routers, needs=needs)
+                    visit.backward(
+                        boundary, output_gradient, of_routers, needs=needs, in_place=in_place
+                    )
                 )
+            if room is not None and in_place and not needs:
+                room.give(output_gradient)
         return input_gradients
 
     def differentiate(
@@ -216,9 +224,11 @@ class ChunkedLayer:
                 index,
                 rows.states[index],
                 needs=needs_grad[index],
+                room=rows.room,
             )
             drawn = engine.generator_state()
             formed.add(engine.retry.run_forward(self._location, run, drawn, sums))
+            _let_go(rows, index)
         return formed
 
     def _differentiate_one(
@@ -231,6 +241,7 @@ class ChunkedLayer:
         state: Tensor,
         *,
         needs: bool,
+        room: HostRoom | None,
     ) -> TopGradients:
         """Run one micro-batch through the top layer, the head and the loss, and back."""
         engine = self._engine
@@ -238,7 +249,7 @@ class ChunkedLayer:
         trace = engine.stream.trace
         visit = ChunkVisit(engine, top, weights, call)
         with torch.no_grad(), trace.span("forward", f"layer {top}"):
-            output = visit.forward(state.detach())
+            output = visit.forward(state.detach(), room)
             visit.note_routers(output)
         with engine.retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
             value, gradient = loss_and_grad(index, output)
@@ -258,8 +269,15 @@ class ChunkedLayer:
             trained = [*engine.adapters_of(top), *leaves.values()]
             sums = GradientSums([(weight, None) for weight in trained])
             input_gradient = visit.backward(
-                state.detach(), gradient, of_routers, needs=needs, sums=sums
+                state.detach(),
+                gradient,
+                of_routers,
+                needs=needs,
+                sums=sums,
+                in_place=room is not None,
             )
+        if room is not None and not needs:
+            room.give(gradient)
         engine.backend.set_rng_state(after)
         engine.observe(top, [input_gradient] * needs)
         num_adapters = len(trained) - len(leaves)
@@ -267,3 +285,10 @@ class ChunkedLayer:
             if by is not None:
                 weight.grad = by if weight.grad is None else weight.grad.add_(by)
         return TopGradients(value, [input_gradient], [routed], [sums.pairs[:num_adapters]])
+
+
+def _let_go(rows: Rows, index: int) -> None:
+    """Give back the room of a hidden state that no layer reads any more."""
+    if rows.room is not None:
+        rows.room.give(rows.states[index])
+        rows.states[index] = rows.states[index].new_empty(0)

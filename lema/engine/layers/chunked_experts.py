@@ -69,6 +69,19 @@ class _Chunk:
         # A copy, because models add to their experts' result in place.
         return resumed(engine, autocast, self.half, result.clone())
 
+    def run_again(self, engine: Engine, half: Suspended) -> Tensor:
+        """Return what the layer makes of the chunk, which has been run again as far as its
+        experts."""
+        self.half = half
+        hidden, *_ = half.expert_inputs
+        result = torch.zeros_like(hidden) if self.result is None else self.result
+        return self.resumed(engine, result.detach())
+
+    def let_go(self) -> None:
+        """Let go of what is behind the experts."""
+        self.half = None
+        self.result = None
+
     def keep(self, result: Tensor) -> None:
         """Keep the experts' result."""
         self.result = result
@@ -162,10 +175,9 @@ class _Row:
             rows = self.visit.rows_of(chunk.number)
             leaf = self.layer_input[rows, part].detach().requires_grad_(needs)
             with torch.enable_grad():
-                chunk.half = self.visit.half(chunk.number, leaf, asks=bool(of_routers), again=True)
-                hidden, _, factors = chunk.half.expert_inputs
-                result = torch.zeros_like(hidden) if chunk.result is None else chunk.result
-                output = chunk.resumed(engine, result.detach())
+                half = self.visit.half(chunk.number, leaf, asks=bool(of_routers), again=True)
+                hidden, _, factors = half.expert_inputs
+                output = chunk.run_again(engine, half)
             routed = self.visit.take_routed() if of_routers else []
             roots = [
                 *zip((hidden, factors), by_inputs, strict=True),
@@ -180,8 +192,8 @@ class _Row:
             if input_gradient is not None:
                 assert formed is not None, "a layer's input does not reach its output"
                 input_gradient[rows, part] = formed
-            chunk.half = chunk.result = None
-            del roots, hidden, factors, output, leaf, formed
+            chunk.let_go()
+            del half, roots, hidden, factors, output, leaf, formed
         return input_gradient
 
     def _of_routed(self, chunk: _Chunk, gradient: Tensor) -> Tensor:
@@ -408,14 +420,8 @@ class ChunkedExpertLayer:
                 value, gradient = loss_and_grad(index, output)
             after = engine.backend.rng_state()
             engine.observe(self.number + 1, [gradient])
-            routed = dict[Tensor, Tensor | None]()
-            if engine.routers is not None:
-                share, routed = engine.routers.loss_and_grad(index)
-                value = value + share
-            of_top = [routed.pop(logits) for logits in row.call.routers or ()]
             formed.add_value(value)
-            formed.routers.append(routed)
-            gradients.append([gradient, *(by for by in of_top if by is not None)])
+            gradients.append([gradient, *self._of_routers(index, row.call, formed)])
             del output, of_row
         adapters: Sums = {}
         of_experts = self._through_experts(lease, in_layer, gradients, adapters)
@@ -432,3 +438,16 @@ class ChunkedExpertLayer:
         engine.backend.set_rng_state(after)
         formed.weights.append([*adapters.items()])
         return formed
+
+    def _of_routers(self, index: int, call: LayerCall, formed: TopGradients) -> list[Tensor]:
+        """Add the loss of a micro-batch's routers, if somebody asks, and the gradients of what
+        those of lower layers have made; return those of this layer's."""
+        routers = self._engine.routers
+        if routers is None:
+            formed.routers.append({})
+            return []
+        share, by_output = routers.loss_and_grad(index)
+        formed.add_value(share)
+        of_top = [by_output.pop(logits) for logits in call.routers or ()]
+        formed.routers.append(by_output)
+        return [by for by in of_top if by is not None]

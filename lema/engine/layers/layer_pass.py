@@ -50,9 +50,14 @@ class _StartDown:
     hidden: list[Tensor | None]
     of_routers: dict[int, list[list[Tensor | None]]]
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiply them."""
-        self.hidden = [_scaled(gradient, factor) for gradient in self.hidden]
+    def scale(self, factor: Tensor, *, in_place: bool) -> None:
+        """Multiply them; `in_place`: those of hidden states, which may be in host memory."""
+        if in_place:
+            for gradient in self.hidden:
+                if gradient is not None:
+                    gradient.mul_(factor.to(gradient))
+        else:
+            self.hidden = [_scaled(gradient, factor) for gradient in self.hidden]
         self.of_routers = {
             number: [[_scaled(gradient, factor) for gradient in row] for row in rows]
             for number, rows in self.of_routers.items()
@@ -174,9 +179,12 @@ class LayerPass:
         value: Tensor = _UpAndDown.apply(self, self._engine.anchor, *self._inputs())  # type: ignore[no-untyped-call] # torch's is
         return value
 
-    def _inputs(self) -> list[Tensor]:
+    def _inputs(self) -> list[Tensor | None]:
+        """Return what autograd is given. It would hold on to the states until the pass has ended,
+        so those that need no gradient are not among them."""
         parameters = () if self._outer is None else self._outer.parameters
-        return [*self._rows.states, *parameters]
+        states = (state if state.requires_grad else None for state in self._rows.states)
+        return [*states, *parameters]
 
     def walk_up(self, needs_grad: Sequence[bool]) -> Tensor | tuple[Tensor, ...]:
         """Take the rows up; return the loss, or hidden states and what routers made.
@@ -250,7 +258,7 @@ class LayerPass:
             raise ConfigError(what, where="backward", how="form the loss once more")
         self._start = None
         if self._top is not None:
-            start.scale(self._top.backward(gradients[0]))
+            start.scale(self._top.backward(gradients[0]), in_place=self._rows.room is not None)
         return self._down(start.hidden, start.of_routers)
 
     def _down(
@@ -322,7 +330,7 @@ class _UpAndDown(torch.autograd.Function):
         ctx: Any,
         layer_pass: LayerPass,
         anchor: Tensor,  # noqa: ARG004 - autograd looks at it
-        *inputs: Tensor,  # noqa: ARG004 - the rows have them
+        *inputs: Tensor | None,  # noqa: ARG004 - the rows have them
     ) -> Tensor | tuple[Tensor, ...]:
         ctx.layer_pass = layer_pass
         ctx.freed = False
@@ -332,7 +340,9 @@ class _UpAndDown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         check_not_freed(ctx)
-        return None, None, *ctx.layer_pass.walk_down(gradients)
+        formed = ctx.layer_pass.walk_down(gradients)
+        needed = zip(formed, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(gradient if needs else None for gradient, needs in needed)
 
 
 def _filled(gradient: Tensor | None, kind: _Kind, device: torch.device) -> Tensor:

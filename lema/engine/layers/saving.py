@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lema.activations.boundaries import TierName
+from lema.activations.hoststates import HostRoom
 from lema.activations.stepstore import BoundaryArena, SavedGraphs, StepBoundaries, StepGraphs
 from lema.backend import Backend, Carrier
 from lema.backend.torchstreams import TorchCarrier
@@ -67,6 +68,7 @@ class Activations:
 
     Attributes:
         arena: where boundary activations wait.
+        room: has hidden states of which only a chunk is on the device.
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
     """
 
@@ -92,6 +94,7 @@ class Activations:
         self.products = frozenset(products)
         carrier: Carrier = TorchCarrier(backend.device, at_once=True) if at_once else backend
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, trace)
+        self.room = HostRoom(carrier)
         self.graphs: SavedGraphs | None = None
         if saved_on != "device" and not self._lazy:
             # Because a slot is the host's buffer there, and tensors that come back would lie in it.
@@ -113,6 +116,7 @@ class Activations:
         budget: int = 0,
         *,
         in_chunks: bool = False,
+        in_host: bool = False,
     ) -> Saving:
         """Return what a step keeps of its layers.
 
@@ -122,12 +126,14 @@ class Activations:
             end: the layer after the last of the pass.
             budget: bytes for activations of the top layer.
             in_chunks: whether sequences go through layers in chunks, whose graphs are not kept.
+            in_host: whether hidden states are in host memory between chunks.
 
         Raises:
             DiskError: the disk has no space for it.
         """
         if in_chunks:
-            return Saving(self.arena.step(hidden, range(lowest, end)) if lowest < end else None)
+            layers = range(lowest, end)
+            return Saving(self.arena.step(hidden, layers, in_host=in_host) if layers else None)
         again = [
             layer for layer in range(lowest, end) if self.recompute and layer not in self.saved
         ]

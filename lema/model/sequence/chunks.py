@@ -7,12 +7,12 @@ chunks before it, as generation calls it. So nothing here knows what these argum
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,13 @@ MASK = "attention_mask"
 POSITIONS = "position_ids"
 INPUTS = frozenset({IDS, MASK, POSITIONS})
 CALL_BYTES = 32 << 20
+MOST_IN_HOST = 4 << 20  # of calls, where hidden states are not on the device either
 PADDING = 2  # tokens
 PACK = (0, 1, 0, 1)  # positions of two rows
+
+
+Room: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Makes room, in host memory, for a tensor."""
 
 
 class Front(Protocol):
@@ -111,7 +116,7 @@ def most_of_calls(hidden_bytes: int) -> int:
     """Return the bytes of a micro-batch's calls, up to which these are kept for the backward.
 
     Args:
-        hidden_bytes: of its hidden state.
+        hidden_bytes: of its hidden state on the device.
     """
     return max(hidden_bytes, CALL_BYTES)
 
@@ -133,8 +138,6 @@ class ChunkedRows:
 
     Attributes:
         spans: the chunks.
-        parts: where they lie in the hidden states that this process has.
-        length: tokens of the sequence.
         cache: with which they are called.
 
     Raises:
@@ -156,9 +159,6 @@ class ChunkedRows:
         self._layers = layers
         self._front = front
         self._batch = dict(batch)
-        # looked up already where there are no ids
-        self._tokens = batch[IDS] if IDS in batch else batch[EMBEDDINGS]
-        self.length = self._tokens.shape[1]
         _check_inputs(self._batch, self._tokens)
         inside = Span(0, self.length)
         if leaves_out_padding and MASK in batch:
@@ -171,11 +171,8 @@ class ChunkedRows:
                 self._fork = shared
             self.spans = spans_of(self._fork, size, inside.start) if self._fork else []
             self.spans += spans_of(inside.stop, size, self._fork or inside.start)
-            self.parts = self.spans
         else:
             self.spans = size.of(self.length).spans
-            ends = [*accumulate((span.stop - span.start for span in self.spans), initial=0)]
-            self.parts = [Span(start, stop) for start, stop in pairwise(ends)]
         kinds = kinds_of(DynamicCache(config=model.config).layers, len(layers))
         self.cache = SequenceCache(kinds, inside.start)
         positions = batch.get(POSITIONS)
@@ -184,27 +181,59 @@ class ChunkedRows:
             self._numbers = numbers_of_rows(positions)
         self._tables = tables_by_length(model, layers)
         self._calls: list[tuple[LayerCall, ...] | None] = [None] * len(self.spans)
-        self._hidden_bytes = 0
-        self._kept: list[ChunkStates] | None = None
+        self._finished: list[ChunkStates] | None = None
 
-    def prelude(self, *, differentiate: bool = False) -> Prelude:
+    @property
+    def _tokens(self) -> Tensor:
+        """The tokens' ids, or what the caller has looked up for them."""
+        return self._batch[self._name]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return self._tokens.shape[1]
+
+    @property
+    def parts(self) -> Sequence[Span]:
+        """Where the chunks lie in the hidden states that this process has."""
+        if self._division is None:
+            return self.spans
+        sizes = (span.stop - span.start for span in self.spans)
+        ends = accumulate(sizes, initial=0)
+        return [Span(start, stop) for start, stop in pairwise(ends)]
+
+    def prelude(self, *, differentiate: bool = False, room: Room | None = None) -> Prelude:
         """Run the model up to its layers, chunk after chunk; return the hidden state of the whole
         micro-batch, and the call of every layer, which calls it on each chunk.
+
+        Args:
+            differentiate: let the hidden state keep its graph.
+            room: makes room for the hidden state; None: it is on the device.
         """
         states = list[Tensor]()
+        hidden_bytes = 0
+        hidden = None
         embeddings = self._embeddings(differentiate=differentiate)
         for chunk in range(len(self.spans)):
             front = self.front(chunk, embeddings, differentiate=differentiate)
-            states.append(front.hidden.expand(len(self._tokens), *front.hidden.shape[1:]))
-            self._hidden_bytes += front.hidden.nbytes
+            if room is None:
+                states.append(front.hidden.expand(len(self._tokens), *front.hidden.shape[1:]))
+                hidden_bytes += front.hidden.nbytes
+            else:
+                if hidden is None:
+                    shape = (len(self._tokens), self.length, *front.hidden.shape[2:])
+                    hidden = room(shape, front.hidden.dtype).zero_()
+                hidden[:, self.spans[chunk].slice] = front.hidden
             self._calls[chunk] = front.calls
-            if self._call_bytes() > most_of_calls(self._hidden_bytes):
-                # Masks of long sequences are larger than all else: they are made at each visit.
+            most = MOST_IN_HOST if room is not None else most_of_calls(hidden_bytes)
+            if self._call_bytes() > most:
+                # What grows with the sequence is made at each visit.
                 self._calls = [None] * len(self.spans)
-        hidden = torch.cat(states, dim=1)
-        outside = (0, 0, self.spans[0].start, self.length - self.spans[-1].stop)
-        if any(outside) and self._division is None:
-            hidden = pad(hidden, outside)
+        if hidden is None:
+            hidden = torch.cat(states, dim=1)
+            outside = (0, 0, self.spans[0].start, self.length - self.spans[-1].stop)
+            if any(outside) and self._division is None:
+                hidden = pad(hidden, outside)
         calls = tuple(
             ChunkedCall((), {}, hidden_is_keyword=False, rows=self, number=number)
             for number in range(len(self._layers))
@@ -224,8 +253,8 @@ class ChunkedRows:
             names = division.states.get(number, ())
             row = division.of(self.length)
             states = DividedStates(row, division, names, self._tokens.device)
-        if self._kept is not None:
-            self._kept.append(states)
+        if self._finished is not None:
+            self._finished.append(states)
         return states
 
     def note_states(self, number: int, names: Sequence[str]) -> None:
@@ -235,8 +264,8 @@ class ChunkedRows:
 
     def keep_states(self) -> list[ChunkStates]:
         """Return a list to which the states of each layer are added from now on."""
-        self._kept = []
-        return self._kept
+        self._finished = []
+        return self._finished
 
     def call(self, number: int, chunk: int) -> LayerCall:
         """Return the call of a layer on a chunk."""

@@ -174,7 +174,7 @@ class _State:
         self.leaf: Tensor | None = None  # what the chunk was given
         self._exit: Tensor | None = None  # what the chunk leaves
         self._gradient: Tensor | None = None  # of that, from the chunk after it
-        self._forks = False  # whether the chunk was given one row's state for several rows
+        self._repeated = False  # whether the chunk was given one row's state for several rows
 
     @property
     def nbytes(self) -> int:
@@ -186,8 +186,8 @@ class _State:
         as it had. None: nothing."""
         if self.leaf is None and span.start in self._left:
             state = self._left[span.start].detach()
-            self._forks = num_rows is not None and len(state) < num_rows
-            if num_rows is not None and self._forks:
+            self._repeated = num_rows is not None and len(state) < num_rows
+            if num_rows is not None and self._repeated:
                 state = state.repeat(num_rows, *[1] * (state.dim() - 1))
             if not torch.is_grad_enabled():
                 return state
@@ -215,7 +215,7 @@ class _State:
 
     def end(self, gradient: Tensor | None) -> None:
         """Let go of the chunk's graph; `gradient` is that of what it was given."""
-        if gradient is not None and self._forks:
+        if gradient is not None and self._repeated:
             gradient = gradient.sum(dim=0, keepdim=True)
         self._gradient = gradient
         self.leaf = None

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as fields_of
 from functools import wraps
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -242,7 +242,8 @@ def _as_kind(kind: str, outputs: dict[str, Any], owner: nn.Module) -> object:
     output_type = next((vars(module)[kind] for module in modules if kind in vars(module)), None)
     if not (isinstance(output_type, type) and issubclass(output_type, ModelOutput)):
         raise ModelError(f"transformers has no {kind} for what towers make", where=SETTING)
-    names = {field.name for field in fields_of(output_type)}
+    # which its decorator makes of it
+    names = {field.name for field in fields_of(cast(Any, output_type))}
     fields = {name: value for name, value in outputs.items() if name in names}
     output = output_type(**fields)
     for name in outputs.keys() - fields.keys():

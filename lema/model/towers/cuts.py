@@ -144,10 +144,9 @@ def _per_token(values: Sequence[Tree], counts: Sequence[int]) -> Tree | None:
 
 
 def _concatenated(values: Sequence[object]) -> Tensor | None:
-    if not all(isinstance(value, Tensor) for value in values):
-        return None
-    shapes = {value.shape[1:] for value in values}
-    return torch.cat([*values]) if len(shapes) == 1 else None
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    shapes = {tensor.shape[1:] for tensor in tensors}
+    return torch.cat(tensors) if len(tensors) == len(values) and len(shapes) == 1 else None
 
 
 def _num_tokens(value: object) -> int:

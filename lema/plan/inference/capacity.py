@@ -66,14 +66,7 @@ def plan_texts(
     of one, does not fit, which names the batch that does; `ModelError` where what the model
     computes depends on values.
     """
-    sized = text_bytes(
-        planner.blueprint.model,
-        planner.blueprint.layers,
-        prompt,
-        new,
-        planner.blueprint.parallel,
-        planner.config.sequence_chunk,
-    )
+    sized = _sized(planner, prompt, new)
     allocate = _allocator(planner, current_allocation)
     shared = planner.machine_state.machine.shared
     away = host and not shared
@@ -111,6 +104,13 @@ def plan_texts(
     )
 
 
+def _sized(planner: Planner, prompt: int, new: int) -> TextBytes:
+    """Return what rows of so many tokens take, of which `new` are made."""
+    drawn = planner.blueprint
+    chunk = planner.config.chunk_tokens
+    return text_bytes(drawn.model, drawn.layers, prompt, new, drawn.parallel, chunk)
+
+
 @dataclass(frozen=True)
 class RowPlan:
     """A pass over the weights that scores rows."""
@@ -138,14 +138,7 @@ def plan_rows(
     not fit, or not so many of a pass, which names how many do; `ModelError` where what the model
     computes depends on values.
     """
-    sized = text_bytes(
-        planner.blueprint.model,
-        planner.blueprint.layers,
-        length,
-        1,
-        planner.blueprint.parallel,
-        planner.config.sequence_chunk,
-    )
+    sized = _sized(planner, length, 1)
     config = planner.blueprint.model.config.get_text_config()
     row = STATES * length * config.hidden_size * planner.blueprint.model.dtype.itemsize
     logits = LOGITS * (planner.config.loss_chunk_tokens or CHUNK_TOKENS) * config.vocab_size * 4

@@ -175,7 +175,7 @@ class _Runs:
             self._outputs[alike] = (output, nbytes, storage_bytes)
             self._state_bytes = hidden.nbytes // hidden.shape[1]
             keys = [getattr(layer, "keys", None) for layer in layer_caches(index, args, kwargs)]
-            of_keys = sum(2 * each.nbytes for each in keys if each is not None)
+            of_keys = sum(2 * tensor.nbytes for tensor in keys if tensor is not None)
             self._most_keys = max(self._most_keys, of_keys)
             return output
 
@@ -191,10 +191,12 @@ class _Runs:
             before = tally.restart_peak()
             self.forward(chunk, prompt, cache)
             working_bytes: int = tally.peak - before
-            kept: int = self.cache_bytes
+            cache_bytes: int = self.cache_bytes
         # The layer at work has keys and values of all tokens twice for a moment, when they go into
         # the cache, also where that keeps those of a window.
-        return kept + working_bytes + prompt * (2 * keys_of_token + STATES * self._state_bytes)
+        return (
+            cache_bytes + working_bytes + prompt * (2 * keys_of_token + STATES * self._state_bytes)
+        )
 
     def forward(
         self, tokens: int, so_far: int | None = None, cache: dict[str, Any] | None = None

@@ -39,10 +39,15 @@ class Tally(TorchDispatchMode):
     operations. Views count once, with what they are views of. What existed before is given to
     `leave_out`: it, and views of it, are not counted. Neither is what is picked out of it by index,
     as stand-ins for experts' weights are: an implementation that computes with values in hand
-    copies no weights. What the processes of `parallel` exchange is counted as well."""
+    copies no weights. What the processes of `parallel` exchange is counted as well.
 
-    def __init__(self, parallel: Parallel | None = None) -> None:
+    Each operation is noted for `flops_to_saved`, and no number of a tensor's memory is used twice
+    meanwhile, which takes a kilobyte or so for each. `only_memory`: none is noted, as of a long run
+    of which only the bytes alive are asked."""
+
+    def __init__(self, parallel: Parallel | None = None, *, only_memory: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
+        self._only_memory = only_memory
         self._parallel = parallel or SingleProcess()
         self._before = self._parallel.exchanged
         self.exchanged_to_saved = Exchange()  # up to the last saved tensor
@@ -88,14 +93,17 @@ class Tally(TorchDispatchMode):
         """
         needed = set(self._saved)
         flops = 0
+        assert not self._only_memory, "no operation was noted"
         for step in reversed(self._steps[: self._steps_to_saved]):
             if step.outputs & needed or not step.product:
                 needed |= step.inputs
                 flops += step.flops
         return flops
 
-    def _gone(self, nbytes: int) -> None:
+    def _gone(self, number: int, nbytes: int) -> None:
         self.live -= nbytes
+        if self._only_memory:
+            del self._storages[number]
 
     def __torch_dispatch__(
         self,
@@ -118,7 +126,11 @@ class Tally(TorchDispatchMode):
                 if storage._cdata not in self._storages:
                     self._storages[storage._cdata] = StorageWeakRef(storage)
                     self.live += storage.nbytes()
-                    weakref.finalize(storage, self._gone, storage.nbytes()).atexit = False
+                    gone = weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+                    gone.atexit = False
+        self.peak = max(self.peak, self.live)
+        if self._only_memory:
+            return result
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         product = func._overloadpacket in PRODUCTS or formula is None
         self._steps.append(
@@ -128,7 +140,6 @@ class Tally(TorchDispatchMode):
                 *(frozenset(map(_storage, tensors)) for tensors in (inputs, outputs)),
             )
         )
-        self.peak = max(self.peak, self.live)
         return result
 
 

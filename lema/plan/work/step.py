@@ -14,7 +14,7 @@ from lema.engine.padding import padding_of
 from lema.errors import ConfigError
 from lema.plan.cost import Demand, LayerCost
 from lema.plan.machine import Machine
-from lema.plan.trainable_bytes import TrainedBytes
+from lema.plan.work.trainable_bytes import TrainedBytes
 from lema.plan.work.workload import MicroBatch, Workload
 from lema.stream.placement import LayerBytes
 
@@ -132,8 +132,7 @@ def tokens_at_once(config: LemaConfig, length: int) -> int | None:
 def micro_batch_of(config: LemaConfig, rows: int, length: int) -> MicroBatch:
     """Return a micro-batch of a run: what goes beside its rows is the objective's."""
     objective = objective_of(config)
-    chunk = config.sequence_chunk
-    size = chunk if isinstance(chunk, int) else None  # which the plan may choose yet
+    size = config.chunk_tokens
     if objective is None:
         return MicroBatch(rows, length, packed=bool(config.packing), chunk=size)
     more = objective.reference + 2 * objective.mismatched
@@ -268,7 +267,7 @@ def _with_activations(
     head_seconds *= 1 + batch.beside / 3
     # in chunks it runs once to form the loss, and again to be differentiated
     if (batch.settled or batch.is_cut) and timings is not None:
-        head_seconds += times * timings.layers[workload.kinds[demand.top]].forward
+        head_seconds += times * timings.layers[workload.kinds[-1]].forward
     return replace(
         demand,
         working_bytes=workload.in_pieces(times) if demand.pieces else workload.working_bytes(times),

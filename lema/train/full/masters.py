@@ -25,7 +25,7 @@ from lema.config import LemaConfig
 from lema.config.units import parse_memory
 from lema.engine import StreamedModel
 from lema.errors import ConfigError
-from lema.plan.trainable_bytes import (
+from lema.plan.work.trainable_bytes import (
     TrainableBytes,
     masters_in_files,
     trainable_bytes,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lema.backend.hostmemory import anonymous
-from lema.plan.trainable_bytes import TrainableBytes, outside_bytes, unmovable_bytes
+from lema.plan.work.trainable_bytes import TrainableBytes, outside_bytes, unmovable_bytes
 from lema.storage.spillfile import OffloadFile, whole_blocks
 
 __all__ = ["MasterBytes", "MasterMemory"]

@@ -302,7 +302,7 @@ def completions(
 
 def _prefill_of(model: TextModel, keys_values: KeyValues) -> Prefill | None:
     """Return what takes long prompts through the layers in chunks; None: they go at once."""
-    size = model.config.sequence_chunk
+    size = model.config.chunk_tokens
     if size is None:
         return None
     engine = Engine(model.split, model.memory, model.backend)

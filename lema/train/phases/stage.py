@@ -27,7 +27,7 @@ from lema.model.inputs import add_noise
 from lema.model.skeleton import find_layers, find_towers, is_in
 from lema.plan.machine import Memory
 from lema.plan.planner import fitted_planner
-from lema.plan.trainable_bytes import trained_bytes
+from lema.plan.work.trainable_bytes import trained_bytes
 from lema.storage.atomic import commit, replacing
 from lema.storage.diskspace import disk_errors
 from lema.storage.regular import open_regular

@@ -17,7 +17,7 @@ import lema.train.full.memory
 from lema.backend import Backend
 from lema.backend.hostmemory import anonymous
 from lema.errors import DiskError, MemoryLimitError
-from lema.plan.trainable_bytes import trainable_bytes
+from lema.plan.work.trainable_bytes import trainable_bytes
 from lema.train.full.training import FullTraining
 from lema_cpu import CpuBackend
 

@@ -33,6 +33,12 @@ LADDER: tuple[dict[str, int], ...] = (
     {"micro_batch_size": 4},
     {"micro_batch_size": 1, "loss_chunk_tokens": 256, "prefetch_depth": 1},
 )
+LONG = 16384  # tokens: rows of more go through layers in chunks where they do not fit
+LONG_STEP = 131072  # tokens of a step of such rows, or one row
+# of these, one row at once in any case
+LONG_LADDER: tuple[dict[str, Any], ...] = (
+    {"micro_batch_size": 1, "loss_chunk_tokens": 256, "prefetch_depth": 1},
+)
 HOST = 0.5  # of the profile's host memory, which weights and activations may take
 
 
@@ -56,6 +62,8 @@ class Choice:
     bottleneck: str  # computing, the link or the disk
     tokens: int  # of a step
     hidden_from: float | None  # tokens of a step, from which on streaming takes no time; None: any
+    # that go through a layer at once, where rows are long; None: whole rows
+    chunk: int | None = None
 
 
 def size_text(nbytes: int) -> str:
@@ -74,6 +82,7 @@ def choices(
     profile: str | None = None,
     host_memory: str | None = None,
     modalities: Literal["text", "all"] = "text",
+    max_length: int | None = None,
 ) -> Iterator[Choice | MemoryLimitError]:
     """Yield for each amount of device memory, which rise, what is chosen for the model in
     `directory`, or why nothing fits. The model is looked at once for all of them.
@@ -84,6 +93,8 @@ def choices(
         profile: whose speeds the plan has; None: the one that is most like the device.
         host_memory: what the settings say of it; None: half of the profile's.
         modalities: what the rows have: all, if they have images.
+        max_length: tokens of the longest row; None: 1024, or the model's positions if these are
+            fewer.
 
     Raises:
         ModelError: what the model takes cannot be told.
@@ -91,16 +102,23 @@ def choices(
     common = {"device": "cpu", "lora_target_parameters": list[str](), **BASE}
     common["modalities"] = modalities
     blueprint = draw_up(LemaConfig(str(directory), **common), elsewhere=True)
-    common["max_length"] = longest_row(None, num_positions(blueprint.model.config))
+    asked = LemaConfig(str(directory), max_length=max_length)
+    common["max_length"] = longest_row(max_length, num_positions(blueprint.model.config, asked))
+    is_long = (max_length or 0) > LONG
+    if is_long:
+        common["gradient_checkpointing"] = True
+        common["sequence_chunk"] = "auto"
     cache: dict[Any, Any] = {}
     for memory in memories:
         name = profile or profile_for(memory)
         machine = replace(PROFILES[name], device_memory=memory)
         choice: Choice | MemoryLimitError | None = None
-        for changes in LADDER:
+        for changes in LONG_LADDER if is_long else LADDER:
             host = host_memory or f"{int(HOST * machine.host_memory / GB)}GB"
             memories_of = {"device_memory": size_text(memory), "host_memory": host}
             settings = {**memories_of, **BASE, "max_length": common["max_length"], **changes}
+            if is_long:
+                settings["batch_size"] = max(1, LONG_STEP // common["max_length"])
             config = LemaConfig(str(directory), **{**common, **settings})
             try:
                 planner = planner_of(config, machine, blueprint=blueprint, workload_cache=cache)
@@ -127,6 +145,9 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
         for name, parameter in stack.named_parameters()
         if "lora_" not in name and "conv" not in name
     )
+    if planner.chooses_chunk:
+        boundaries = needs.allocation.boundaries
+        settings = {**settings, "sequence_chunk": "auto", "boundary_activations": boundaries}
     return Choice(
         settings | ({"lora_target_parameters": []} if experts else {}),
         profile,
@@ -145,7 +166,23 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
         {"compute": "computing", "link": "the link", "disk": "the disk"}[step.bottleneck],
         planner.shape.tokens,
         crossover(needs.demand, needs.allocation, machine.speeds, planner.shape.tokens),
+        planner.shape.micro_batch.chunk,
     )
+
+
+def _long_lines(choice: Choice) -> Iterator[str]:
+    """Yield the lines for rows that go through layers in chunks."""
+    settings = choice.settings
+    cut = "as they are" if choice.chunk is None else f"in chunks of {choice.chunk:,} tokens"
+    yield ""
+    yield "# Long rows: auto takes the largest chunks with which a step fits into device_memory,"
+    yield f"# and whole rows if they fit. By this plan rows go through layers {cut}."
+    yield f"sequence_chunk: {settings['sequence_chunk']}"
+    yield "gradient_checkpointing: true"
+    places = {"device": "on the device", "host": "in host memory", "disk": "on the disk"}
+    place = places[settings["boundary_activations"]]
+    yield f"# The inputs of all layers, which the backward needs, wait {place}."
+    yield f"boundary_activations: {settings['boundary_activations']}"
 
 
 def yaml_lines(
@@ -217,6 +254,8 @@ def yaml_lines(
     yield f"# Streaming costs nothing {_hidden(choice)}; this one has {choice.tokens:,}."
     yield f"batch_size: {settings['batch_size']}"
     yield f"micro_batch_size: {settings['micro_batch_size']}"
+    if "sequence_chunk" in settings:
+        yield from _long_lines(choice)
     if "prefetch_depth" in settings:
         yield ""
         yield (
