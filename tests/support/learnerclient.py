@@ -178,10 +178,12 @@ def open_service(directory: Path, model: Path, **options: Any) -> Service:
 
 
 @contextmanager
-def serving(service: Service, tokens: Tokens, *, most_bytes: int = 1_000_000) -> Iterator[int]:
+def serving(
+    service: Service, tokens: Tokens, *, most_bytes: int = 1_000_000, rate: float = 1e9
+) -> Iterator[int]:
     """Serve in a thread; gives the port."""
     config = uvicorn.Config(
-        application(service, tokens, most_bytes=most_bytes),
+        application(service, tokens, most_bytes=most_bytes, rate=rate),
         port=0,
         log_level="warning",
         timeout_graceful_shutdown=2,

@@ -4,6 +4,7 @@ path of a client's reaches the file system, and what is malformed is the client'
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -21,7 +22,7 @@ from test_learner_server import data
 from tiny import Checkpoint
 
 from lema.errors import ConfigError, DataError
-from lema_tools.learner.access import Tokens
+from lema_tools.learner.access import Gate, Tokens
 from lema_tools.learner.names import CheckpointName, ModelName
 from lema_tools.learner.service import Limits, Service
 
@@ -180,6 +181,34 @@ def test_sizes_are_bounded_before_anything_is_read(
             assert raw.recv(200).split(b" ")[1] in (b"400", b"413")
 
 
+def test_who_asks_too_often_is_told_to_wait(served: tuple[Service, int, Path]) -> None:
+    _, _, directory = served
+    passed: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope["owner"])
+
+    gate = Gate(app, Tokens.of(directory / "secrets"), most_bytes=10, rate=1e-9, burst=3.0)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
+    def ask(name: str) -> None:
+        headers = [(b"x-api-key", SECRETS[name].encode())]
+        scope = {"type": "http", "path": "/", "headers": headers}
+        asyncio.run(gate(scope, receive, send))
+
+    for _ in range(5):
+        ask("ann")
+    ask("bob")
+    assert passed == ["ann"] * 3 + ["bob"]
+    assert [message["status"] for message in sent if "status" in message] == [429, 429]
+
+
 def test_limits_of_a_client(ann: Client) -> None:
     session = ann.session()
     too_large = ann.post(
@@ -233,7 +262,8 @@ def test_nothing_that_is_malformed_is_the_servers_fault(
             answer = ann.ask(method, filled, None if method == "GET" else body, headers)
         statuses[answer.status] = statuses.get(answer.status, 0) + 1
         assert answer.status < CRASHED, (number, answer.body[:200])
-    assert statuses[422] + statuses[400] > MALFORMED // 2
+    assert statuses[422] + statuses[400] > MALFORMED // 3
+    assert 429 not in statuses, "requests have not come through"
     # the worker has lived through what was accepted, and goes on
     fresh = ann.model(ann.session())
     assert ann.train(fresh, 1, data(1)).status == 200

@@ -52,8 +52,8 @@ Owner = Annotated[str, Depends(_owner)]
 """The name of the client, which `Gate` has found."""
 
 
-def application(service: Service, tokens: Tokens, *, most_bytes: int) -> Gate:
-    """Return the server as an ASGI application."""
+def application(service: Service, tokens: Tokens, *, most_bytes: int, rate: float = 200.0) -> Gate:
+    """Return the server as an ASGI application; see `Gate`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -70,7 +70,7 @@ def application(service: Service, tokens: Tokens, *, most_bytes: int) -> Gate:
     )
     for add in (_errors, _about, _sessions, _models, _requests, _checkpoints, _sampling, _pages):
         add(app, service)
-    return Gate(app, tokens, most_bytes=most_bytes)
+    return Gate(app, tokens, most_bytes=most_bytes, rate=rate)
 
 
 def _errors(app: FastAPI, _: Service) -> None:
