@@ -27,7 +27,8 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-__all__ = ["Prompt", "fitting", "has_images", "prompt_ids", "prompt_of", "read_prompts", "written"]
+__all__ = ["Prompt", "fitting", "has_images", "is_chat_with_images", "prompt_ids", "prompt_of"]
+__all__ += ["read_prompts", "written"]
 
 STDIN = "standard input"
 RESULTS = frozenset(
@@ -172,16 +173,30 @@ def has_images(row: Row) -> bool:
     """Whether a row names images, in a column of its own or in its messages."""
     if has_image_column(row):
         return True
-    messages = row.values.get("messages") or row.values.get("prompt")
-    if not isinstance(messages, list | tuple):
-        return False
-    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    contents = [
+        message.get("content")
+        for messages in _chats(row)
+        for message in messages
+        if isinstance(message, Mapping)
+    ]
     return any(
         isinstance(part, Mapping) and part.get("type") in KINDS
         for content in contents
         if isinstance(content, list | tuple)
         for part in content
     )
+
+
+def is_chat_with_images(row: Row) -> bool:
+    """Whether a row of training or evaluation is a chat with images."""
+    return bool(_chats(row)) and has_images(row)
+
+
+def _chats(row: Row) -> list[Sequence[Any]]:
+    """Return the lists of messages of a row."""
+    columns = ("messages", "conversations", "prompt", "chosen")
+    values = [row.values.get(name) for name in columns]
+    return [value for value in values if isinstance(value, list | tuple)]
 
 
 def fitting(
