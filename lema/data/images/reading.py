@@ -138,9 +138,9 @@ def with_column(row: Row, chat: Chat) -> Chat:
     Raises:
         DataError: there are other numbers of images and of places, or no place.
     """
-    for name in OTHER_COLUMNS:
-        if row.values.get(name):
-            what = f"the row has a column '{name}', and rows have text and images alone"
+    for other in OTHER_COLUMNS:
+        if row.values.get(other):
+            what = f"the row has a column '{other}', and rows have text and images alone"
             raise row.broken(what, how="remove the column, or the row")
     name = next((name for name in IMAGE_COLUMNS if row.values.get(name) is not None), None)
     if name is None:
