@@ -1604,7 +1604,7 @@ Machine.fields = Machine.sig;
 Machine.prototype.flops.sig = ["itemsize"];
 Machine.prototype.exchanging.sig = ["work"];
 const TRN1 = "one of two cores; the speeds of its host link and between cores are guesses, not published";
-const PROFILES = new Map((() => { const made$ = []; for (const t1 of py.iter([new Machine("t4", py.mul(15, GIB), py.mul(32, GB), new Speeds(3000000000.0, 12000000000.0), 25000000000000.0, 6000000000000.0, 160000000000.0, 0.0015), new Machine("4090", py.mul(24, GIB), py.mul(64, GB), new Speeds(7000000000.0, 25000000000.0), 140000000000000.0, 62000000000000.0, 500000000000.0, 0.0015), new Machine("h200", py.mul(139, GIB), py.mul(128, GIB), new Speeds(14000000000.0, 50000000000.0), 400000000000000.0, 50000000000000.0, 2400000000000.0, 0.0015), new Machine("trn1", py.mul(16, GIB), py.mul(32, GIB), new Speeds(2000000000.0, 12000000000.0), 65000000000000.0, 16000000000000.0, 200000000000.0, 0.0015, 50000000000.0, 5e-05, TRN1), new Machine("cpu", py.mul(24, GB), py.mul(24, GB), new Speeds(1100000000.0), 400000000000.0, 150000000000.0, 5000000000.0)])) { const machine = t1; made$.push([machine.name, machine]); } return made$; })());
+const PROFILES = new Map((() => { const made$ = []; for (const t1 of py.iter([new Machine("t4", py.mul(15, GIB), py.mul(32, GB), new Speeds(3000000000.0, 12000000000.0), 25000000000000.0, 6000000000000.0, 160000000000.0, 0.0015), new Machine("4090", py.mul(24, GIB), py.mul(64, GB), new Speeds(7000000000.0, 25000000000.0), 140000000000000.0, 62000000000000.0, 500000000000.0, 0.0015), new Machine("h100", py.mul(80, GB), py.mul(256, GB), new Speeds(14000000000.0, 50000000000.0), 400000000000000.0, 50000000000000.0, 1700000000000.0, 0.0015), new Machine("h200", py.mul(139, GIB), py.mul(128, GIB), new Speeds(14000000000.0, 50000000000.0), 400000000000000.0, 50000000000000.0, 2400000000000.0, 0.0015), new Machine("trn1", py.mul(16, GIB), py.mul(32, GIB), new Speeds(2000000000.0, 12000000000.0), 65000000000000.0, 16000000000000.0, 200000000000.0, 0.0015, 50000000000.0, 5e-05, TRN1), new Machine("cpu", py.mul(24, GB), py.mul(24, GB), new Speeds(1100000000.0), 400000000000.0, 150000000000.0, 5000000000.0)])) { const machine = t1; made$.push([machine.name, machine]); } return made$; })());
 class MachineState {
 constructor(machine, host_available, speeds = "unknown", resident_fraction = 0.0, process_bytes = 0, device_free = null) { this.machine = machine; this.host_available = host_available; this.speeds = speeds; this.resident_fraction = resident_fraction; this.process_bytes = process_bytes; this.device_free = device_free; }
 limits(device_memory, host_memory) {
@@ -1825,10 +1825,9 @@ throw py.call(ConfigError, [what], {where: "micro_batch_tokens", how: how});
 return (((tokens == null) && (config.tokens_per_step != null)) ? length : tokens);
 }, ["config", "length"]);
 const micro_batch_of = py.named(function(config, rows, length) {
-let chunk, more, objective, size;
+let more, objective, size;
 objective = py.call(objective_of, [config]);
-chunk = config.sequence_chunk;
-size = (py.t(py.isinstance(chunk, py.int)) ? chunk : null);
+size = config.chunk_tokens;
 if ((objective == null)) {
 return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing), chunk: size});
 }
@@ -1902,7 +1901,7 @@ extra_bytes = py.add(extra_bytes, workload.of(demand.top).gradient_bytes);
 }
 head_seconds = py.mul(head_seconds, py.add(1, py.div(batch.beside, 3)));
 if (((py.t(batch.settled) || py.t(batch.is_cut)) && (timings != null))) {
-head_seconds = py.add(head_seconds, py.mul(times, py.item(timings.layers, py.item(workload.kinds, demand.top)).forward));
+head_seconds = py.add(head_seconds, py.mul(times, py.item(timings.layers, py.item(workload.kinds, (-1))).forward));
 }
 return py.replace(demand, {working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.beside), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
 }, ["demand", "workload", "timings", "shape"]);
@@ -1950,8 +1949,11 @@ const WIDE = 8;
 const CACHED = 0.5;
 const whether_recomputed = py.named(function(config) {
 let chunk;
-chunk = config.sequence_chunk;
-if ((py.t(py.isinstance(chunk, py.int)) && ((config.max_length == null) || py.gt(config.max_length, chunk)))) {
+if ((config.context_parallel_size != null)) {
+return true;
+}
+chunk = config.chunk_tokens;
+if (((chunk != null) && ((config.max_length == null) || py.gt(config.max_length, chunk)))) {
 return true;
 }
 if (py.ne(config.gradient_checkpointing, "auto")) {
@@ -2588,13 +2590,13 @@ const device_parts = lema_plan_memory.device_parts;
 const host_parts = lema_plan_memory.host_parts;
 const Simulated = lema_plan_simulation_simulator.Simulated;
 const simulate = lema_plan_simulation_simulator.simulate;
-const training_of = stubs.training_of;
 const in_chunks = stubs.in_chunks;
 const lengthened = stubs.lengthened;
 const run_length = stubs.run_length;
 const StepShape = lema_plan_work_step.StepShape;
 const Timings = lema_plan_work_step.Timings;
 const demand_of = lema_plan_work_step.demand_of;
+const training_of = stubs.training_of;
 const MicroBatch = lema_plan_work_workload.MicroBatch;
 const Workload = lema_plan_work_workload.Workload;
 const measure = stubs.measure;
@@ -3049,7 +3051,7 @@ model_class = py.type(blueprint.model).__name__;
 without_experts = ["a ", py.format(model_class, ""), " has no stacked experts, once in a layer"].join('');
 other_rows = ["objective: ", py.format(config.objective, ""), " has other rows than those that train"].join('');
 lacks_addresses = py.both((backend != null), () => (!py.t(py.call(has_addresses, [backend.device]))));
-reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], ["sequence_chunk takes sequences through whole layers", (config.sequence_chunk != null)], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
+reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], ["context_parallel_size takes parts of rows through whole layers", (config.context_parallel_size != null)], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
 return py.next((function*(t27) { for (const t28 of t27) { const [what, applies] = py.list(t28); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
 }, ["planner"]);
 return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, SMALLEST, WORTH_IT, _expert_groups, _fastest, _fewer_rows, _first_that_fits, _heads, _in_groups, _in_memory, _next_smaller, _seconds, _smaller, _smaller_chunks, _why_not_grouped, _with_chunk, _with_head, best, candidates, choice_of, cut, seconds_decide};
@@ -3076,6 +3078,7 @@ const CHUNK_TOKENS = stubs.CHUNK_TOKENS;
 const Packs = stubs.Packs;
 const packs_of = stubs.packs_of;
 const ConfigError = stubs.ConfigError;
+const MemoryLimitError = stubs.MemoryLimitError;
 const with_adapter = stubs.with_adapter;
 const ModelFiles = stubs.ModelFiles;
 const training_rows = stubs.training_rows;
@@ -3084,8 +3087,11 @@ const Allocation = lema_plan_cost.Allocation;
 const crossover = lema_plan_cost.crossover;
 const phases = lema_plan_cost.phases;
 const saved_elsewhere = lema_plan_cost.saved_elsewhere;
+const divided_note = stubs.divided_note;
 const ExpertSummary = stubs.ExpertSummary;
 const expert_summary = stubs.expert_summary;
+const LongRows = stubs.LongRows;
+const long_rows = stubs.long_rows;
 const Machine = lema_plan_machine.Machine;
 const Planner = stubs.Planner;
 const StepNeeds = stubs.StepNeeds;
