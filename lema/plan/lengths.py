@@ -111,7 +111,8 @@ def _longest(planner: Planner, tier: Tier) -> tuple[int, str]:
         parts = _by_token(grown, of_row, batch.length)
         taken = sum(grown.values()) / batch.length
         reason = (
-            f"{memory_name} is short of longer ones: a token takes {human_bytes(round(taken))} there, "
+            f"{memory_name} is short of longer ones: a token takes {human_bytes(round(taken))} "
+            "there, "
             f"{_named(parts)}, beside {human_bytes(max(0, fixed_bytes))} however long rows are"
         )
         answers.append((max(0, longest) // SMALL * SMALL, reason))

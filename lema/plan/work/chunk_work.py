@@ -102,8 +102,8 @@ def chunks_note(batch: MicroBatch, work: Workload | None) -> str | None:
 class ChunkTerms:
     """Bytes on the device in the backward of a layer, of one micro-batch in chunks.
 
-    Each term is one holder of memory: what leaves the device is taken out of `in_backward`, and nothing
-    else changes.
+    Each term is one holder of memory: what leaves the device is taken out of `in_backward`, and
+    nothing else changes.
     """
 
     chunk: int  # what the last chunk's forward and backward take beside the others
