@@ -102,8 +102,8 @@ def chunks_note(batch: MicroBatch, work: Workload | None) -> str | None:
 class ChunkTerms:
     """Bytes on the device in the backward of a layer, of one micro-batch in chunks.
 
-    Each term is one holder of memory: what leaves the device is taken out of `held`, and nothing
-    else changes.
+    Each term is one holder of memory: what leaves the device is taken out of `in_backward`, and
+    nothing else changes.
     """
 
     chunk: int  # what the last chunk's forward and backward take beside the others
@@ -114,7 +114,7 @@ class ChunkTerms:
     output: int  # of the whole row, in the forward
 
     @property
-    def held(self) -> int:
+    def in_backward(self) -> int:
         """Bytes in the backward."""
         return (
             self.chunk + self.keys_values + self.key_gradients + self.states + self.input_gradient
@@ -126,7 +126,7 @@ class ChunkTerms:
         return self.keys_values + self.states + self.output
 
     @property
-    def at_turn(self) -> int:
+    def at_top(self) -> int:
         """Bytes more in the backward of the top layer: what it is given and the gradient of what it
         has made are both there."""
         return self.output
@@ -145,9 +145,9 @@ def _layer_in_chunks(
     work = _without_unseen(work, rows, split.sequence_kinds()[index].window)
     return replace(
         work,
-        working_bytes=terms.held,
+        working_bytes=terms.in_backward,
         forward_bytes=terms.after_forward,
-        turn_bytes=terms.at_turn,
+        top_bytes=terms.at_top,
         product_bytes=0,
         product_flops=0,
         keys_values_bytes=terms.keys_values,

@@ -95,7 +95,7 @@ class LayerWork:
     handed_on_bytes: int = 0
     key_gradient_bytes: int = 0  # the sums of gradients of these keys and values
     chunk_bytes: int = 0  # what one chunk takes beside them, forward and backward
-    turn_bytes: int = 0  # more than `working_bytes`, in the top layer's backward
+    top_bytes: int = 0  # more than `working_bytes`, in the top layer's backward
     square_flops: int = 0  # of all operations, those that grow with the square of a row's length
 
     def at_once(self, times: float) -> int:
@@ -163,9 +163,9 @@ class Workload:
         to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
         top = self.of(len(self.kinds) - 1)
         at_head = head_bytes - to_come + round(max(times, 1.0) * top.waiting_bytes)
-        at_turn = top.at_once(times) + top.turn_bytes
+        at_top = top.at_once(times) + top.top_bytes
         return max(
-            self.prelude_bytes, at_head, at_turn, *(work.at_once(times) for work in self.works)
+            self.prelude_bytes, at_head, at_top, *(work.at_once(times) for work in self.works)
         )
 
 
