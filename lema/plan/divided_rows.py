@@ -48,9 +48,9 @@ def divided_note(
     note = f"context_parallel_size: {size} processes divide each row"
     if work is None:
         return note
-    kept = max(layer.keys_values_bytes for layer in work.works) // batch.rows
+    keys_values = max(layer.keys_values_bytes for layer in work.works) // batch.rows
     # of a part for each other process: in the forward, in the backward, and gradients once
     factor = 2 + max(4, itemsize) / itemsize
-    nbytes = round(factor * kept * (size - 1) / size)
+    nbytes = round(factor * keys_values * (size - 1) / size)
     sent = f"{human_bytes(nbytes)} of keys, values and their gradients"
     return f"{note}; each sends at most about {sent} for a layer of a row in a step"
