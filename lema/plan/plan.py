@@ -28,6 +28,7 @@ from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, timed
 from lema.plan.simulation.simulator import Simulated
 from lema.plan.work.chunk_work import chunks_note
+from lema.plan.work.lengths import LongRows, long_rows
 from lema.plan.work.step import StepShape, step_shape
 from lema.plan.work.workload import MicroBatch, Workload
 from lema.storage.quantized.formats import LIBRARY
@@ -545,7 +546,8 @@ def _notes(planner: Planner) -> tuple[str, ...]:
     notes += _of_published_weights(planner.blueprint.layers)
     notes += planner.blueprint.notes
     notes += beyond_positions(planner.blueprint.model.config, planner.config)
-    if note := divided_note(planner.config, planner.shape.micro_batch, planner.workload):
+    itemsize = main_dtype(planner.blueprint.model).itemsize
+    if note := divided_note(planner.config, planner.shape.micro_batch, planner.workload, itemsize):
         notes.append(note)
     if note := chunks_note(planner.shape.micro_batch, planner.workload):
         notes.append(note)
