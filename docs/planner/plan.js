@@ -1680,14 +1680,14 @@ MicroBatch.isClass = true;
 MicroBatch.sig = ["rows", "length", "beside", "settled", "packed", "chunk"];
 MicroBatch.fields = MicroBatch.sig;
 class LayerWork {
-constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, chunk_bytes = 0, turn_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.chunk_bytes = chunk_bytes; this.turn_bytes = turn_bytes; this.square_flops = square_flops; }
+constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, chunk_bytes = 0, top_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.chunk_bytes = chunk_bytes; this.top_bytes = top_bytes; this.square_flops = square_flops; }
 at_once(times) {
 const self = this;
 return py.add(py.round(py.mul(py.max(times, 1.0), self.waiting_bytes)), py.bound(self, 'working_bytes'));
 }
 }
 LayerWork.isClass = true;
-LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes", "key_gradient_bytes", "chunk_bytes", "turn_bytes", "square_flops"];
+LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes", "key_gradient_bytes", "chunk_bytes", "top_bytes", "square_flops"];
 LayerWork.fields = LayerWork.sig;
 LayerWork.prototype.at_once.sig = ["times"];
 class HeadWork {
@@ -1717,12 +1717,12 @@ return self.most(py.round(py.add(py.bound(self.pieces, 'working_bytes'), waiting
 }
 most(head_bytes, times) {
 const self = this;
-let at_head, at_turn, to_come, top;
+let at_head, at_top, to_come, top;
 to_come = py.sum((function*(t1) { for (const t2 of t1) { const layer = t2; yield self.of(layer).gradient_bytes; } })(py.iter(py.range(py.len(self.kinds)))));
 top = self.of(py.sub(py.len(self.kinds), 1));
 at_head = py.add(py.sub(head_bytes, to_come), py.round(py.mul(py.max(times, 1.0), top.waiting_bytes)));
-at_turn = py.add(top.at_once(times), top.turn_bytes);
-return py.max(self.prelude_bytes, at_head, at_turn, ...py.iter((function*(t3) { for (const t4 of t3) { const work = t4; yield work.at_once(times); } })(py.iter(self.works))));
+at_top = py.add(top.at_once(times), top.top_bytes);
+return py.max(self.prelude_bytes, at_head, at_top, ...py.iter((function*(t3) { for (const t4 of t3) { const work = t4; yield work.at_once(times); } })(py.iter(self.works))));
 }
 }
 Workload.isClass = true;
