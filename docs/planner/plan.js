@@ -1666,7 +1666,7 @@ const without_values = stubs.without_values;
 const Lease = stubs.Lease;
 const LayerBytes = stubs.LayerBytes;
 class MicroBatch {
-constructor(rows, length, beside = 0, settled = false, packed = false, chunk = null) { this.rows = rows; this.length = length; this.beside = beside; this.settled = settled; this.packed = packed; this.chunk = chunk; }
+constructor(rows, length, forward_only = 0, settled = false, packed = false, chunk = null) { this.rows = rows; this.length = length; this.forward_only = forward_only; this.settled = settled; this.packed = packed; this.chunk = chunk; }
 get tokens() {
 const self = this;
 return py.mul(self.rows, self.length);
@@ -1677,7 +1677,7 @@ return py.both((self.chunk != null), () => py.gt(self.length, self.chunk));
 }
 }
 MicroBatch.isClass = true;
-MicroBatch.sig = ["rows", "length", "beside", "settled", "packed", "chunk"];
+MicroBatch.sig = ["rows", "length", "forward_only", "settled", "packed", "chunk"];
 MicroBatch.fields = MicroBatch.sig;
 class LayerWork {
 constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, chunk_bytes = 0, top_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.chunk_bytes = chunk_bytes; this.top_bytes = top_bytes; this.square_flops = square_flops; }
@@ -1865,7 +1865,7 @@ saved = ((workload == null) ? 0 : py.round(py.mul(times, py.item(workload.works,
 parts = py.get(py.either(groups, () => new Map([])), index, [layer.nbytes]);
 uploaded = ((py.t(shared) || py.gt(py.len(parts), 1)) ? py.sum(parts) : layer.upload_bytes);
 sizes = [py.sum(parts), layer.read_bytes, uploaded, saved];
-forward = py.mul(spent.forward, ((shape == null) ? 1 : py.add(1, shape.micro_batch.beside)));
+forward = py.mul(spent.forward, ((shape == null) ? 1 : py.add(1, shape.micro_batch.forward_only)));
 seconds = [spent.expand, forward, spent.recompute, spent.backward];
 micro = ((workload == null) ? 0 : py.min(saved, py.item(workload.works, kind).saved_bytes));
 gradients = ((trained == null) ? 0 : py.item(trained.layers, index).nbytes);
@@ -1899,11 +1899,11 @@ head_seconds = py.div(head_seconds, py.mul(PRODUCTS, demand.pieces));
 } else {
 extra_bytes = py.add(extra_bytes, workload.of(demand.top).gradient_bytes);
 }
-head_seconds = py.mul(head_seconds, py.add(1, py.div(batch.beside, 3)));
+head_seconds = py.mul(head_seconds, py.add(1, py.div(batch.forward_only, 3)));
 if (((py.t(batch.settled) || py.t(batch.is_cut)) && (timings != null))) {
 head_seconds = py.add(head_seconds, py.mul(times, py.item(timings.layers, py.item(workload.kinds, (-1))).forward));
 }
-return py.replace(demand, {working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.beside), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
+return py.replace(demand, {working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.forward_only), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
 }, ["demand", "workload", "timings", "shape"]);
 return {LayerSeconds, PRODUCTS, StepShape, Timings, _with_activations, by_arithmetic, demand_of, micro_batch_of, rows_each, step_shape, tokens_at_once};
 })();
@@ -1970,7 +1970,7 @@ unlimited = py.both(py.eq(config.device_memory, "auto"), () => demand.shared);
 return py.either((!py.t(unlimited)), () => py.gt(py.sum((function*(t3) { for (const t4 of t3) { const layer = t4; yield layer.read_bytes; } })(py.iter(demand.layers))), py.mul(CACHED, free)));
 }, ["config", "demand", "free"]);
 const allocated = py.named(function(config, demand, speeds, device_total, host_total, host_available, resident_fraction = 0.0, device_free = null) {
-let alone, boundaries, device_limit, device_memory, error, fixed_bytes, free, host_limit, recompute, resident, solved, spent, stay, tier;
+let alone, available, boundaries, device_limit, device_memory, error, fixed_bytes, free, host_limit, recompute, resident, solved, spent, stay, taken, tier;
 host_limit = ((config.host_memory == null) ? null : py.call(parse_memory, [config.host_memory, host_total]));
 resident = (config.strategy === MemoryStrategy.RESIDENT);
 tier = config.offloading_tier;
@@ -2013,13 +2013,12 @@ catch (caught) {
 if (caught instanceof MemoryLimitError) {
 error = caught;
 if ((py.eq(error.where, "host_memory") && (host_limit == null))) {
-error.where = ["memory available on this machine, ", py.format(py.call(human_bytes, [host_available]), "")].join('');
-if (py.t(fixed_bytes)) {
-error.where = py.add(error.where, [", less ", py.format(py.call(human_bytes, [fixed_bytes]), ""), " for what trains and is computed"].join(''));
-}
+taken = [", less ", py.format(py.call(human_bytes, [fixed_bytes]), ""), " for what trains and is computed"].join('');
+available = ["memory available on this machine, ", py.format(py.call(human_bytes, [host_available]), "")].join('');
+error.locate((py.t(fixed_bytes) ? py.add(available, taken) : available));
 } else {
 if ((py.eq(error.where, "device_memory") && py.eq(device_memory, "auto"))) {
-error.where = ["free device memory, ", py.format(py.call(human_bytes, [free]), "")].join('');
+error.locate(["free device memory, ", py.format(py.call(human_bytes, [free]), "")].join(''));
 }
 }
 throw caught;
@@ -2655,7 +2654,7 @@ catch (caught) {
 if (caught instanceof MemoryLimitError) {
 error = caught;
 if ((self.blueprint.trained != null)) {
-error.how = "allow that much, or train adapters, whose base model streams from disk";
+error.explain("allow that much, or train adapters, whose base model streams from disk");
 }
 throw caught;
 } else

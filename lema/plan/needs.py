@@ -198,7 +198,9 @@ class Planner:
         except MemoryLimitError as error:
             # nothing of what the error advises can be set in such a phase
             if self.blueprint.trained is not None:
-                error.how = "allow that much, or train adapters, whose base model streams from disk"
+                error.explain(
+                    "allow that much, or train adapters, whose base model streams from disk"
+                )
             raise
 
     def unlimited(self) -> Planner:

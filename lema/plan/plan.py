@@ -215,7 +215,8 @@ def make_plan(
             return plan_with(planner, **options), planner
         except MemoryLimitError as error:
             if (rows := long_rows(planner)) is not None:
-                error.how += f"; rows of up to {rows.longest:,} tokens fit: {rows.reason}"
+                fitting = f"rows of up to {rows.longest:,} tokens fit: {rows.reason}"
+                error.explain(f"{error.how}; {fitting}")
             raise
     plan = plan_with(planner := _with_tokens(planner), **options)
     note = (

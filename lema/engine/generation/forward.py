@@ -114,7 +114,7 @@ def _long_prompts(split: Split, prefill: Prefill) -> Iterator[None]:
     parameters = signature(forward)
 
     @wraps(forward)
-    def in_chunks(*args: Any, **kwargs: Any) -> Any:
+    def in_chunks(*args: object, **kwargs: object) -> object:
         arguments = named_arguments(parameters, args, kwargs)
         if not prefill.takes(arguments):
             return forward(*args, **kwargs)

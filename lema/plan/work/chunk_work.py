@@ -90,11 +90,11 @@ def chunks_note(batch: MicroBatch, work: Workload | None) -> str | None:
     )
     if work is None:
         return note
-    kept = {
+    sizes = {
         "keys and values": max(layer.keys_values_bytes for layer in work.works),
         "states between chunks": max(layer.handed_on_bytes for layer in work.works),
     }
-    parts = [f"{human_bytes(size // batch.rows)} of {what}" for what, size in kept.items() if size]
+    parts = [f"{human_bytes(size // batch.rows)} of {what}" for what, size in sizes.items() if size]
     return f"{note}; one layer keeps at most {' and '.join(parts)} of it"
 
 

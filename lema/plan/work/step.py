@@ -210,7 +210,7 @@ def demand_of(
         parts = (groups or {}).get(index, (layer.nbytes,))
         uploaded = sum(parts) if shared or len(parts) > 1 else layer.upload_bytes
         sizes = (sum(parts), layer.read_bytes, uploaded, saved)
-        forward = spent.forward * (1 if shape is None else 1 + shape.micro_batch.beside)
+        forward = spent.forward * (1 if shape is None else 1 + shape.micro_batch.forward_only)
         seconds = (spent.expand, forward, spent.recompute, spent.backward)
         micro = 0 if workload is None else min(saved, workload.works[kind].saved_bytes)
         gradients = 0 if trained is None else trained.layers[index].nbytes
@@ -264,7 +264,7 @@ def _with_activations(
     else:
         extra_bytes += workload.of(demand.top).gradient_bytes
     # rows beside those that train have their part of the head's forward
-    head_seconds *= 1 + batch.beside / 3
+    head_seconds *= 1 + batch.forward_only / 3
     # in chunks it runs once to form the loss, and again to be differentiated
     if (batch.settled or batch.is_cut) and timings is not None:
         head_seconds += times * timings.layers[workload.kinds[-1]].forward
@@ -273,7 +273,7 @@ def _with_activations(
         working_bytes=workload.in_pieces(times) if demand.pieces else workload.working_bytes(times),
         # Hidden states of all micro-batches before a layer and after it; of one, the second is in
         # working_bytes.
-        flight_bytes=(2 + batch.beside) * hidden
+        flight_bytes=(2 + batch.forward_only) * hidden
         - min(hidden, workload.hidden_bytes)
         + round(times * extra_bytes),
         boundary_bytes=hidden,

@@ -46,7 +46,8 @@ class MicroBatch:
 
     rows: int
     length: int
-    beside: int = 0  # how many times as many rows go through the layers beside them, forward alone
+    # how many times as many rows go through the layers beside them, forward alone
+    forward_only: int = 0
     # whether the top layer runs twice, because the loss is known only once all rows are
     settled: bool = False
     # whether each is a pack of several, so layers get a mask that says which token sees which

@@ -246,7 +246,8 @@ def completions(
     The `options` are of `transformers`' `generate`, and `stop_strings`. Each batch begins with the
     `seed` and its own number; None: random numbers go on where they are. Prompts that are `done`
     need no text; a batch of such alone is left out, and no other batch changes by it. `images` are
-    those of each prompt; they are decoded when their batch begins. `on_token` is called after each token with how many texts got one.
+    those of each prompt; they are decoded when their batch begins. `on_token` is called after each
+    token with how many texts got one.
 
     Raises `DataError` of no prompt, or one without tokens; `ConfigError` of an option, or where
     rows are divided.
