@@ -1855,7 +1855,7 @@ head = py.add(py.div(py.bound(workload.head, 'flops'), speed), machine.exchangin
 return new Timings(py.tuple(layer_seconds), head, machine.exchanging(workload.entered), machine.exchanging(once));
 }, ["workload", "layers", "machine", "itemsize"]);
 const demand_of = py.named(function(layers, workload, timings, shape, outside_bytes, adapter_bytes, lowest, shared, trained = null, pieces = [], groups = null) {
-let costs, demand, forward, gradients, index, kind, layer, micro, part, parts, piece, product, products, saved, seconds, sizes, spent, times, uploaded;
+let costs, demand, forward, gradients, index, kind, layer, micro, parts, product, products, saved, seconds, sizes, spent, times, uploaded;
 times = ((shape == null) ? 0.0 : shape.num_micro_batches);
 costs = [];
 for (const t13 of py.iter(py.enumerate(layers))) { ;[index, layer] = py.list(t13);
@@ -1873,18 +1873,24 @@ products = ((workload == null) ? 0 : py.round(py.mul(times, py.item(workload.wor
 py.append(costs, new LayerCost(...py.iter(sizes), ...py.iter(seconds), micro, gradients, py.tuple(py.slice(parts, 1, null, null)), products, spent.without_products));
 }
 product = ((timings == null) ? 0.0 : py.div(py.mul(times, timings.head), PRODUCTS));
-for (const t14 of py.iter(pieces)) { piece = t14;
-part = py.div(py.mul(product, piece.nbytes), py.sum((function*(t15) { for (const t16 of t15) { const head_piece = t16; yield head_piece.nbytes; } })(py.iter(pieces))));
-seconds = [0.0, part, part, part];
-uploaded = (py.t(shared) ? piece.nbytes : piece.upload_bytes);
-py.append(costs, new LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, ...py.iter(seconds)));
-}
-demand = py.call(Demand, [py.tuple(costs)], {lowest: lowest, pieces: py.len(pieces), outside_bytes: outside_bytes, adapter_bytes: adapter_bytes, expanded_bytes: py.max((function*(t17) { for (const t18 of t17) { const layer = t18; yield layer.expanded_bytes; } })(py.iter(layers))), shared: shared});
+costs = py.add(costs, py.call(_piece_costs, [pieces, product], {shared: shared}));
+demand = py.call(Demand, [py.tuple(costs)], {lowest: lowest, pieces: py.len(pieces), outside_bytes: outside_bytes, adapter_bytes: adapter_bytes, expanded_bytes: py.max((function*(t14) { for (const t15 of t14) { const layer = t15; yield layer.expanded_bytes; } })(py.iter(layers))), shared: shared});
 if (((workload == null) || (shape == null))) {
 return demand;
 }
 return py.call(_with_activations, [demand, workload, timings, shape]);
 }, ["layers", "workload", "timings", "shape", "outside_bytes", "adapter_bytes", "lowest", "shared", "trained", "pieces", "groups"]);
+const _piece_costs = py.named(function(pieces, product, shared) {
+let costs, part, piece, seconds, uploaded;
+costs = [];
+for (const t16 of py.iter(pieces)) { piece = t16;
+part = py.div(py.mul(product, piece.nbytes), py.sum((function*(t17) { for (const t18 of t17) { const head_piece = t18; yield head_piece.nbytes; } })(py.iter(pieces))));
+seconds = [0.0, part, part, part];
+uploaded = (py.t(shared) ? piece.nbytes : piece.upload_bytes);
+py.append(costs, new LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, ...py.iter(seconds)));
+}
+return costs;
+}, ["pieces", "product", "shared"]);
 const _with_activations = py.named(function(demand, workload, timings, shape) {
 let batch, extra_bytes, head_seconds, hidden, states, times;
 times = shape.num_micro_batches;
@@ -1905,7 +1911,7 @@ head_seconds = py.add(head_seconds, py.mul(times, py.item(timings.layers, py.ite
 }
 return py.replace(demand, {working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.forward_only), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
 }, ["demand", "workload", "timings", "shape"]);
-return {LayerSeconds, PRODUCTS, StepShape, Timings, _with_activations, by_arithmetic, demand_of, micro_batch_of, rows_each, step_shape, tokens_at_once};
+return {LayerSeconds, PRODUCTS, StepShape, Timings, _piece_costs, _with_activations, by_arithmetic, demand_of, micro_batch_of, rows_each, step_shape, tokens_at_once};
 })();
 const lema_plan_allocate = (() => {
 const math = stubs.math;

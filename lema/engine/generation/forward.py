@@ -56,7 +56,7 @@ def leased_forwards(
         return split.call_layer(lease.layer, lease.weights, args, kwargs)
 
     def forward(index: int) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             with _leased(stream, index) as lease:
                 if keys_values == "device":
                     return call(lease, args, kwargs)

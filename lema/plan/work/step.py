@@ -227,11 +227,7 @@ def demand_of(
             )
         )
     product = 0.0 if timings is None else times * timings.head / PRODUCTS
-    for piece in pieces:
-        part = product * piece.nbytes / sum(head_piece.nbytes for head_piece in pieces)
-        seconds = (0.0, part, part, part)
-        uploaded = piece.nbytes if shared else piece.upload_bytes
-        costs.append(LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, *seconds))
+    costs += _piece_costs(pieces, product, shared=shared)
     demand = Demand(
         tuple(costs),
         lowest=lowest,
@@ -244,6 +240,17 @@ def demand_of(
     if workload is None or shape is None:
         return demand
     return _with_activations(demand, workload, timings, shape)
+
+
+def _piece_costs(pieces: Sequence[LayerBytes], product: float, *, shared: bool) -> list[LayerCost]:
+    """Return what pieces of the head cost, whose products take `product` seconds together."""
+    costs = []
+    for piece in pieces:
+        part = product * piece.nbytes / sum(head_piece.nbytes for head_piece in pieces)
+        seconds = (0.0, part, part, part)
+        uploaded = piece.nbytes if shared else piece.upload_bytes
+        costs.append(LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, *seconds))
+    return costs
 
 
 def _with_activations(
