@@ -23,7 +23,9 @@ __all__ = [
     "Text",
     "Tokens",
     "alpaca_prompt",
+    "check_without_images",
     "detect",
+    "has_image_column",
     "left_out",
     "num_trained",
     "parse",
@@ -182,11 +184,32 @@ def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS
             return Text("", _text(row, "text"))
     if not isinstance(example, Chat):
         return example
-    if example.pictures and not forms.pictures:
-        what = "'content' holds something other than text"
-        how = "set modalities: all for a model that sees images"
-        raise row.broken(what, at=example.pictures[0].at, how=how)
+    if not forms.pictures:
+        check_without_images(row, example)
     return with_system(row, example, forms)
+
+
+def has_image_column(row: Row) -> bool:
+    """Whether a row has images in a column of its own."""
+    values = [row.values.get(name) for name in IMAGE_COLUMNS]
+    return any(
+        any(image is not None for image in value)
+        if isinstance(value, list | tuple)
+        else value is not None
+        for value in values
+    )
+
+
+def check_without_images(row: Row, chat: Chat) -> None:
+    """Refuse a chat with images, with `DataError`, because the model is opened for text alone."""
+    how = "set modalities: all for a model that sees images"
+    if chat.pictures:
+        what = "'content' holds something other than text"
+        raise row.broken(what, at=chat.pictures[0].at, how=how)
+    if has_image_column(row):
+        name = next(name for name in IMAGE_COLUMNS if row.values.get(name) is not None)
+        what = f"the row has images in its column '{name}', and the model is opened for text alone"
+        raise row.broken(what, how=f"{how}, or remove the column")
 
 
 def with_system(row: Row, chat: Chat, forms: Forms) -> Chat:

@@ -25,7 +25,14 @@ from lema.data.chat.messages import Chat, read_messages, read_tools
 from lema.data.chat.pictures import Picture, has_pictures
 from lema.data.chat.template import Ahead, open_template, render_ahead
 from lema.data.chat.tokens import DATED, encoded
-from lema.data.columns import IGNORED, IMAGE_COLUMNS, left_out, parse, with_system
+from lema.data.columns import (
+    IGNORED,
+    check_without_images,
+    has_image_column,
+    left_out,
+    parse,
+    with_system,
+)
 from lema.data.dataset import CUT_IMAGE, Columns, TokenDataset, eval_mask
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids, num_alike
@@ -504,9 +511,11 @@ def _with_images(
         ):
             what = "'content' holds something other than text"
             raise row.broken(what, how="set modalities: all for a model that sees images")
+        if not isinstance(prompt, str):
+            check_without_images(row, Chat(prompt))
         return examples, ()
     if isinstance(prompt, str):
-        if any(row.values.get(name) not in (None, [], ()) for name in IMAGE_COLUMNS):
+        if has_image_column(row):
             what = "the row has images, and only chats have places for them"
             raise row.broken(what, how="write the row as messages")
         return examples, ()
@@ -616,6 +625,8 @@ def _tokenized(
                 "a completion has no token to train on", how="remove the row, or fill it"
             )
         check_ids(encoding.row, {"input_ids": ids}, vocab_size)
+        if encoding.reading is not None and record is None:
+            encoding.reading.check_tokens(encoding.row, ids)
     return [(ids, [IGNORED] * start + ids[start:]) for ids in wholes], record
 
 

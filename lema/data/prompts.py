@@ -15,7 +15,7 @@ from lema.data.chat.messages import Chat, read_messages
 from lema.data.chat.pictures import KINDS
 from lema.data.chat.template import in_forms, open_template
 from lema.data.chat.tokens import check_roles, encoded
-from lema.data.columns import IMAGE_COLUMNS, alpaca_prompt
+from lema.data.columns import alpaca_prompt, has_image_column
 from lema.data.files import Row
 from lema.data.forms import check_ids, num_positions, text_of
 from lema.data.images.reading import ImageReading, with_column
@@ -27,7 +27,8 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-__all__ = ["Prompt", "fitting", "has_images", "prompt_ids", "prompt_of", "read_prompts", "written"]
+__all__ = ["Prompt", "fitting", "has_images", "is_chat_with_images", "prompt_ids", "prompt_of"]
+__all__ += ["read_prompts", "written"]
 
 STDIN = "standard input"
 RESULTS = frozenset(
@@ -124,7 +125,10 @@ def prompt_of(
             raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
         if form != "chat" and not has_images(row):
             written_text = alpaca_prompt(text) if form == "alpaca" else text
-            return Prompt(encoded(tokenizer, written_text, row, has_special=False))
+            ids = encoded(tokenizer, written_text, row, has_special=False)
+            if reading is not None:
+                reading.check_tokens(row, ids)
+            return Prompt(ids)
         prompt = [{"role": "user", "content": text}]
     row = Row({**values, column: prompt}, row.source, row.line)
     conversation = read_messages(row, column, {})
@@ -156,7 +160,10 @@ def _rendered(
         )
     )
     if reading is None or not conversation.pictures:
-        return Prompt(encoded(tokenizer, rendered, row, has_special=True))
+        ids = encoded(tokenizer, rendered, row, has_special=True)
+        if reading is not None:
+            reading.check_tokens(row, ids)
+        return Prompt(ids)
     pictures = reading.pictures(row, conversation.pictures)
     expanded, record = reading.expanded(rendered, [], pictures, row)
     return Prompt(expanded.ids.tolist(), reading.rows(record))
@@ -164,18 +171,32 @@ def _rendered(
 
 def has_images(row: Row) -> bool:
     """Whether a row names images, in a column of its own or in its messages."""
-    if any(row.values.get(name) not in (None, [], ()) for name in IMAGE_COLUMNS):
+    if has_image_column(row):
         return True
-    messages = row.values.get("messages") or row.values.get("prompt")
-    if not isinstance(messages, list | tuple):
-        return False
-    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    contents = [
+        message.get("content")
+        for messages in _chats(row)
+        for message in messages
+        if isinstance(message, Mapping)
+    ]
     return any(
         isinstance(part, Mapping) and part.get("type") in KINDS
         for content in contents
         if isinstance(content, list | tuple)
         for part in content
     )
+
+
+def is_chat_with_images(row: Row) -> bool:
+    """Whether a row of training or evaluation is a chat with images."""
+    return bool(_chats(row)) and has_images(row)
+
+
+def _chats(row: Row) -> list[Sequence[Any]]:
+    """Return the lists of messages of a row."""
+    columns = ("messages", "conversations", "prompt", "chosen")
+    values = [row.values.get(name) for name in columns]
+    return [value for value in values if isinstance(value, list | tuple)]
 
 
 def fitting(

@@ -16,11 +16,11 @@ from lema.data.chat.tokens import Chats, check_words, tokenizing
 from lema.data.chat.turns import Span, TemplateCache
 from lema.data.columns import (
     IGNORED,
-    IMAGE_COLUMNS,
     Example,
     Kind,
     Text,
     Tokens,
+    has_image_column,
     left_out,
     num_trained,
     parse,
@@ -104,6 +104,8 @@ def tokenize_rows(
                     )
                 check_ids(row, {"input_ids": ids}, reading.vocab_size)
                 labels = np.where(learnt, ids, np.int32(IGNORED))
+            if reading.images is not None:
+                reading.images.check_tokens(row, ids)
             if num_trained(labels) == 0:
                 how = "the loss counts tokens after the first; remove the row, or fix its labels"
                 raise row.broken("the row has no token to train on", how=how)
@@ -199,7 +201,7 @@ def _with_images(row: Row, example: Example, reading: Reading) -> Example:
         return example
     if isinstance(example, Chat):
         return with_column(row, example)
-    if any(row.values.get(name) not in (None, [], ()) for name in IMAGE_COLUMNS):
+    if has_image_column(row):
         what = "the row has images, and only chats have places for them"
         raise row.broken(what, how="write the row as messages")
     return example

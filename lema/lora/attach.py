@@ -62,12 +62,14 @@ def lora_config(
     alpha: float,
     dropout: float,
     targets: Collection[str] | str | None,
+    opens_towers: bool = False,
     **options: Any,
 ) -> LoraConfig:
     """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685) of a
     model without adapters. `ConfigError`: PEFT refuses the options. `alpha`: the adapter's output
     is scaled by `alpha / rank`. `targets`: module names, or a regular expression over full names;
-    None: `default_targets`, and experts; "peft": `peft_targets`."""
+    None: `default_targets`, and experts; "peft": `peft_targets`. `opens_towers`: images are read, so
+    that targets which the user names are adapted in towers too, as PEFT does."""
     if targets is None:
         chosen: list[str] | str = default_targets(model)
     elif targets == OF_PEFT:
@@ -85,7 +87,7 @@ def lora_config(
     except ValueError as error:
         raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
     # Modules that text does not reach, where the targets are among their names as well, are
-    # excluded by PEFT's own setting.
+    # excluded by PEFT's own setting, unless images reach them and the user has named the targets.
     every = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR
     towers = find_towers(model)
     target_parameters = config.target_parameters
@@ -97,7 +99,8 @@ def lora_config(
         for name, module in model.named_modules()
         if is_in(name, towers) and not [*module.children()]
     ]
-    if any(every or check_target_module_exists(config, name) for name in inside):
+    is_named = opens_towers and targets is not None
+    if not is_named and any(every or check_target_module_exists(config, name) for name in inside):
         config = without_modules(config, towers)
     check_patterns(config, [name for name, _ in model.named_modules()])
     config.fan_in_fan_out = any(
@@ -133,6 +136,7 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
         alpha=options.pop("lora_alpha"),
         dropout=options.pop("lora_dropout"),
         targets=options.pop("target_modules"),
+        opens_towers=config.modalities == "all",
         **options,
     )
     if parts > 1 and config.lora_target_parameters is None and peft_config.target_parameters:

@@ -162,11 +162,14 @@ class ModelFiles:
             what = "the rows have images, and the model's directory has no processor of images"
             how = "put preprocessor_config.json and what was published with it next to the weights"
             raise DataError(what, where=str(self.directory), how=how)
+        return ImageProcessor(processor, self.tokenizer, self.image_tokens)
+
+    @property
+    def image_tokens(self) -> list[int]:
+        """The tokens that the model replaces by what its tower makes of an image."""
         names = ("image_token_id", "image_token_index")
         tokens = [getattr(self.config, name, None) for name in names]
-        return ImageProcessor(
-            processor, self.tokenizer, [token for token in tokens if isinstance(token, int)]
-        )
+        return [token for token in tokens if isinstance(token, int)]
 
     @cached_property
     def adapter(self) -> Path | None:
@@ -378,7 +381,7 @@ def image_reading(config: LemaConfig, files: ModelFiles) -> ImageReading:
     limits = ImageLimits(folder, config.image_urls, config.max_image_pixels, config.max_image_bytes)
     check_folder(limits)
     spool = Spool(None if config.offload_dir is None else expanded(config.offload_dir))
-    return ImageReading(files.image_processor, limits, spool)
+    return ImageReading(files.image_processor, limits, spool, files.image_tokens)
 
 
 def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:

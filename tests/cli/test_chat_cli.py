@@ -23,6 +23,7 @@ from lema.data import prepare_data
 from lema.errors import ConfigError, DataError
 from lema_tools.chat.answers import Answer, Answers
 from lema_tools.chat.conversation import Conversation, save
+from lema_tools.chat.model import ChatModel
 from lema_tools.chat.session import Session
 from lema_tools.generation.compared import side_by_side
 
@@ -163,7 +164,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     chat = Conversation()
     answers = Waiting()
     before = signal.getsignal(signal.SIGINT)
-    Session(answers, chat, compares=False, name="model").run()
+    model = ChatModel(lambda _: answers, None)
+    Session(model, chat, compares=False, name="model").run()
     assert answers.count == 2 and capsys.readouterr().err == "(stopped)\n" * 2
     assert [message["content"] for message in chat.turns] == ["go on", "word", "and again", "word"]
     assert signal.getsignal(signal.SIGINT) is before

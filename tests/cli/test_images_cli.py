@@ -190,7 +190,7 @@ def test_a_chat_takes_images(
     ]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     capfd.readouterr()
-    settings = ["--set", "device=cpu", "--set", "modalities=all", "--max-new-tokens", NEW]
+    settings = ["--set", "device=cpu", "--max-new-tokens", NEW]
     assert command("chat", directory / "adapter", *settings) == 3  # of the image that is not there
     printed, said = capfd.readouterr()
     first = answer(directory, [user(words(1, 3), images=1)], [0])
@@ -207,24 +207,41 @@ def test_a_chat_takes_images(
     assert contents[0][0] == {"type": "image", "path": str(directory / "0.png")}
     assert contents[2][1] == {"type": "text", "text": words(2, 4)}
     # and the row is one to train on
-    options = [
-        "--set",
-        "modalities=all",
-        "--set",
-        "device=cpu",
-        "--set",
-        f"image_folder={directory}",
-    ]
+    options = ["--set", "device=cpu", "--set", f"image_folder={directory}"]
     assert command("eval", directory / "adapter", "--data", saved, *options) == 0
 
 
-def test_a_chat_that_is_open_for_text_says_how_to_show_images(
+def test_a_chat_that_shall_read_text_alone_shows_no_images(
     trained: Directories, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = trained("llava")
     monkeypatch.setattr("sys.stdin", io.StringIO(f"/image {directory / '0.png'}\n"))
-    assert command("chat", directory / "adapter", "--set", "device=cpu") == 2
-    assert "modalities=all" in capfd.readouterr().err
+    settings = ["--set", "device=cpu", "--set", "modalities=text"]
+    assert command("chat", directory / "adapter", *settings) == 2
+    assert "without --set modalities=text" in capfd.readouterr().err
+
+
+def test_a_chat_goes_on_where_the_model_sees_no_images(
+    trained: Directories, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is opened anew for the first image; what refuses that ends one line alone."""
+    directory = trained("llava")
+    lines = f"/image {directory / '0.png'}\n{words(1, 3)}\n"
+    opened = []
+
+    def with_images(settings: list[str] | None) -> list[str]:
+        opened.append(settings)
+        return [*(settings or []), "modalities=all", "towers=nowhere"]
+
+    monkeypatch.setattr("lema_tools.chat.model.with_images", with_images)
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    capfd.readouterr()
+    settings = ["--set", "device=cpu", "--max-new-tokens", NEW]
+    assert command("chat", directory / "adapter", *settings) == 2
+    printed, said = capfd.readouterr()
+    assert opened
+    assert "towers" in said
+    assert printed.strip() == answer(directory, [user(words(1, 3))], []).strip()
 
 
 @pytest.mark.parametrize("model_type", ["llava", "qwen3_vl", "idefics3"])
@@ -235,7 +252,7 @@ def test_rows_with_images_have_the_loss_of_the_whole_model(
     said = words(5, 4)
     messages = [user(words(1, 3), images=1), {"role": "assistant", "content": said}]
     file = write_rows(directory / "eval.jsonl", [{"messages": messages, "images": ["0.png"]}])
-    options = ["--set", "device=cpu", "--set", "modalities=all"]
+    options = ["--set", "device=cpu"]
     capfd.readouterr()
     assert command("eval", directory / "adapter", "--data", file, *options) == 0
     printed = dict(line.split() for line in capfd.readouterr().out.splitlines())

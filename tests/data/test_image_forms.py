@@ -16,9 +16,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from imageprocessors import picture, publish_with_processor
+from transformers import ProcessorMixin
 
 from lema import LemaConfig
 from lema.data import TokenDataset
+from lema.data.images.processor import WRITES
 from lema.data.images.rows import RowImages
 from lema.data.sets.sources import data_files
 from lema.errors import DataError
@@ -221,6 +223,14 @@ REFUSED = {
         },
         "an answer holds an image",
     ),
+    "its token in text without an image": ({"text": "w5 <image> w6"}, "and no image"),
+    "its token in a chat without an image": (
+        {"messages": [{"role": "user", "content": "w5 <image>"}, ANSWER]},
+        "and no image",
+    ),
+    "its token in ids": ({"input_ids": [5, IMAGE, 6]}, "and no image"),
+    "a column of videos": (chat(videos=["a.mp4"]), "a column 'videos'"),
+    "a column of sound": (chat(PART, images=["one.png"], audio="a.wav"), "a column 'audio'"),
     "text with images": ({"text": "w5 w6", "images": ["one.png"]}, "only chats"),
 }
 
@@ -235,7 +245,8 @@ def test_what_is_wrong_is_refused_by_row(
     (tmp_path / "link.png").symlink_to("/etc/hostname")
     (tmp_path / "folder.png").mkdir()
     os.mkfifo(tmp_path / "pipe.png")
-    good = chat(PART, images=["one.png"]) if "messages" in row else {"text": "w5 w6"}
+    goods = {"messages": chat(PART, images=["one.png"]), "input_ids": {"input_ids": [5, 6]}}
+    good = next((goods[name] for name in goods if name in row), {"text": "w5 w6"})
     with pytest.raises(DataError) as refused:
         read([good, row])
     error = refused.value
@@ -247,6 +258,37 @@ def test_what_is_wrong_is_refused_by_row(
 def test_a_model_that_reads_text_alone_refuses_images(read: Callable[..., Any]) -> None:
     with pytest.raises(DataError, match="set modalities: all"):
         read([chat({**PART, "path": "one.png"})], modalities="text")
+
+
+OF_TEXT: dict[str, Any] = {
+    "a chat": {"messages": [{"role": "user", "content": "<image> w5"}, ANSWER]},
+    "a chat of ShareGPT": {
+        "conversations": [{"from": "human", "value": "w5"}, {"from": "gpt", "value": "w6"}]
+    },
+    "a pair": {
+        "prompt": [{"role": "user", "content": "w5"}],
+        "chosen": [ANSWER],
+        "rejected": [{**ANSWER, "content": "w6"}],
+    },
+}
+
+
+@pytest.mark.parametrize("row", OF_TEXT.values(), ids=OF_TEXT.keys())
+@pytest.mark.parametrize("columns", [{"images": ["one.png"]}, {"image": "one.png"}])
+def test_a_model_that_reads_text_alone_refuses_a_column_of_images(
+    read: Callable[..., Any], row: dict[str, Any], columns: dict[str, Any]
+) -> None:
+    objective = "dpo" if "chosen" in row else "sft"
+    settings = {"modalities": "text", "objective": objective}
+    with pytest.raises(DataError, match="opened for text alone"):
+        read([{**row, **columns}], **settings)
+    assert len(read([{**row, **dict.fromkeys(columns)}], **settings)) == 1
+
+
+def test_a_pair_with_the_token_of_an_image_in_its_text_is_refused(read: Callable[..., Any]) -> None:
+    pair = {**OF_TEXT["a pair"], "prompt": [{"role": "user", "content": "w5 <image>"}]}
+    with pytest.raises(DataError, match="and no image"):
+        read([pair], objective="dpo")
 
 
 def test_limits_are_settings(read: Callable[..., Any]) -> None:
@@ -367,3 +409,16 @@ def test_pairs_take_their_images_in_the_prompt(read: Callable[..., Any]) -> None
         read([{"prompt": asked, **later, "images": ["one.png"] * 2}], objective="dpo")
     short = read(rows, objective="kto", max_length=12, overlong="drop")
     assert [row[0]["input_ids"] for row in short] == [[*TOKENS[:9], 10, 2]] * 2
+
+
+@pytest.mark.skipif(not hasattr(ProcessorMixin, WRITES), reason="processors tell no offsets")
+def test_the_token_of_an_image_beside_its_images_is_refused(tmp_path: Path) -> None:
+    """Gemma's processor does not count such tokens itself."""
+    model = publish_with_processor("gemma3", tmp_path / "gemma3")
+    picture(1).save(tmp_path / "one.png")
+    config = LemaConfig(str(model), device="cpu", modalities="all", image_folder=str(tmp_path))
+    answer = {**ANSWER, "content": "w7 <image>"}
+    asked = {"role": "user", "content": [PART, QUESTION]}
+    rows = [{"messages": [asked, answer], "images": ["one.png"]}]
+    with pytest.raises(DataError, match="beside its images"):
+        read_data(config, ModelFiles(config), iter(rows))

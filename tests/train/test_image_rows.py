@@ -5,6 +5,7 @@ PEFT, on what its processor makes of the same rows.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -194,13 +195,18 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
         assert count == total
 
 
+TOWER = re.compile(r"vision|visual")
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*(vision_tower|visual).*(qkv|q_proj|proj)"])
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen3_vl"])
 def test_adapters_of_a_tower_get_the_gradients_of_the_whole_model(
-    model_type: str, published: Directories, tmp_path: Path
+    model_type: str, targets: str, published: Directories, tmp_path: Path
 ) -> None:
     rows = image_rows(tmp_path, 3)
-    config = settings(published(model_type), tmp_path, rows, lora_target_modules="all-linear")
+    config = settings(published(model_type), tmp_path, rows, lora_target_modules=targets)
     with opened(config) as model:
+        assert any(map(TOWER.search, trained(model.lora_manager)))
         data = read_data(model.config, model.files, config.train_data)
         batches = Batches(data, len(rows), micro_batch_size=3)
         (batch,) = batches.micro_batches([0])
@@ -209,6 +215,19 @@ def test_adapters_of_a_tower_get_the_gradients_of_the_whole_model(
         inputs = Processed(model, rows).inputs(batches.groups([0])[0])
         (summed(reference, inputs, batch["labels"]) / data.counts.trained_tokens).backward()
         assert_same_gradients(model, reference)
+
+
+def test_towers_are_adapted_if_they_are_named(published: Directories, tmp_path: Path) -> None:
+    directory = published("qwen3_vl")
+    rows = image_rows(tmp_path, 3)
+    for changes in ({"lora_target_modules": None}, {"modalities": "text"}):
+        targets = {"lora_target_modules": "all-linear"} | changes
+        with opened(settings(directory, tmp_path, rows, **targets)) as model:
+            assert not any(map(TOWER.search, trained(model.lora_manager)))
+    for frozen in ({"towers": "stream"}, {"tower_cache": str(tmp_path / "cache")}):
+        config = settings(directory, tmp_path, rows, lora_target_modules="all-linear", **frozen)
+        with pytest.raises(ConfigError, match="trains"), opened(config) as model:
+            model.get_trainer().train()
 
 
 def logps(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:

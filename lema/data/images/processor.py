@@ -135,6 +135,9 @@ class ImageProcessor:
             for of_parity in (written[::2], written[1::2])
             if of_parity
         ] or [np.isin(ids, self._image_tokens)]
+        if written and np.any(np.isin(ids, self._image_tokens) & ~np.logical_or.reduce(masks)):
+            what = "the row has the model's token for an image in its text, beside its images"
+            raise row.broken(what, how="write the word for it in another way")
         of_images: Learnt = np.logical_or.reduce(masks) | np.isin(ids, self._image_tokens)
         if images and not of_images.any():
             what = "the chat template writes nothing for the images of this chat"

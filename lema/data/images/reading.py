@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lema.data.chat.messages import Chat
 from lema.data.chat.pictures import PICTURE, Picture
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ImageReading", "RowPictures", "with_column"]
 
+OTHER_COLUMNS = ("videos", "video", "audios", "audio")  # of TRL's rows, which are not read
 WORD = "<image>"  # for an image in the texts of LLaVA's data and of those after it
 
 
@@ -42,22 +44,29 @@ class ImageReading:
         opened: returns the model's processor. `DataError`: there is none.
         limits: what may be read.
         spool: keeps the bytes of images that are in rows.
+        image_tokens: those that the model replaces by what its tower makes.
 
     Attributes:
         records: of rows that were read, by their origin, until somebody takes them.
     """
 
     def __init__(
-        self, opened: Callable[[], ImageProcessor], limits: ImageLimits, spool: Spool
+        self,
+        opened: Callable[[], ImageProcessor],
+        limits: ImageLimits,
+        spool: Spool,
+        image_tokens: Sequence[int],
     ) -> None:
         self._opened = opened
+        self._image_tokens = tuple(image_tokens)
         self._limits = limits
         self._spool = spool
         self.records: dict[str, ImageRecord] = {}
 
     def at(self, folders: Mapping[str, Any]) -> ImageReading:
         """Return the same for data files in these folders, by what rows name as their source."""
-        return ImageReading(self._opened, replace(self._limits, folders=folders), self._spool)
+        limits = replace(self._limits, folders=folders)
+        return ImageReading(self._opened, limits, self._spool, self._image_tokens)
 
     @cached_property
     def processor(self) -> ImageProcessor:
@@ -101,6 +110,22 @@ class ImageReading:
         sizes = tuple(image.size for image in pictures.images)
         return expanded, ImageRecord(text, pictures.sources, 0, end, expanded.spans, sizes)
 
+    def check_tokens(self, row: Row, ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Refuse a row without images that has a token for one, as words that write it out have.
+        The model would look for its image among those of the other rows of a batch.
+
+        Args:
+            row: the row; one whose images are in `records` may have such tokens.
+            ids: its tokens.
+
+        Raises:
+            DataError: there is such a token.
+        """
+        if row.origin in self.records or not np.isin(ids, self._image_tokens).any():
+            return
+        what = "the row has the model's token for an image in its text, and no image"
+        raise row.broken(what, how="give the image, or write the word for it in another way")
+
     def rows(self, record: ImageRecord | None) -> RowImages:
         """Return the images of one row, for its micro-batch."""
         return RowImages([record], self.processor, self._limits.max_pixels)
@@ -113,6 +138,10 @@ def with_column(row: Row, chat: Chat) -> Chat:
     Raises:
         DataError: there are other numbers of images and of places, or no place.
     """
+    for name in OTHER_COLUMNS:
+        if row.values.get(name):
+            what = f"the row has a column '{name}', and rows have text and images alone"
+            raise row.broken(what, how="remove the column, or the row")
     name = next((name for name in IMAGE_COLUMNS if row.values.get(name) is not None), None)
     if name is None:
         if any(picture.value is None for picture in chat.pictures):

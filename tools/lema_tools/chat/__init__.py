@@ -27,6 +27,7 @@ from lema_tools.loading import model_of, outcome_of
 
 if TYPE_CHECKING:
     from lema.train.model import LemaModel
+    from lema_tools.chat.answers import Answers
 
 __all__ = ["chat"]
 
@@ -81,26 +82,36 @@ def chat(
 
     if merged is not None:
         source = merged_model(source, merged, settings, trust_remote_code)
-    outcome = outcome_of(source, settings, phase)
-    model = model_of(source, settings, trust_remote_code, outcome, unread=OF_TRAINING)
-    with contextlib.closing(model):
-        if base:
-            check_compared(model)
-        _check(model)
-        from lema_tools.chat.answers import Answers
-        from lema_tools.chat.conversation import Conversation
-        from lema_tools.chat.session import Session
+    directory = source
 
-        answers = Answers(
-            model,
-            options,
-            max_new_tokens=max_new_tokens,
-            keys_values=kv,
-            seed=model.config.seed if seed is None else seed,
-        )
+    def opened(chosen: list[str] | None) -> "Answers":
+        outcome = outcome_of(directory, chosen, phase)
+        model = model_of(directory, chosen, trust_remote_code, outcome, unread=OF_TRAINING)
+        with contextlib.ExitStack() as failing:
+            failing.callback(model.close)
+            if base:
+                check_compared(model)
+            _check(model)
+            from lema_tools.chat.answers import Answers
+
+            answers = Answers(
+                model,
+                options,
+                max_new_tokens=max_new_tokens,
+                keys_values=kv,
+                seed=model.config.seed if seed is None else seed,
+            )
+            failing.pop_all()
+        return answers
+
+    from lema_tools.chat.conversation import Conversation
+    from lema_tools.chat.model import ChatModel
+    from lema_tools.chat.session import Session
+
+    with contextlib.closing(ChatModel(opened, settings)) as model:
         if system is not None:
-            answers.check_system(system, "--system")
-        code = Session(answers, Conversation(system), compares=base, name=str(source)).run()
+            model.answers.check_system(system, "--system")
+        code = Session(model, Conversation(system), compares=base, name=str(directory)).run()
     if code:
         raise typer.Exit(code)
 

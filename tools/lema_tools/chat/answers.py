@@ -98,6 +98,11 @@ class Answers:
             )
             raise ConfigError(what, where=where, how="shorten it, or lower --max-new-tokens")
 
+    @property
+    def sees(self) -> bool:
+        """Whether the model is open for images."""
+        return self._reading is not None
+
     def image(self, path: str) -> str:
         """Make sure that an image can be shown; return its whole path, or its URL.
 
@@ -108,7 +113,7 @@ class Answers:
         if not path:
             raise ConfigError("there is no path", where="/image", how="write /image PATH")
         if self._reading is None:
-            how = "begin the chat with --set modalities=all, for a model that sees images"
+            how = "begin the chat without --set modalities=text, for a model that sees images"
             what = "the model was opened for text alone"
             raise ConfigError(what, where="/image", how=how)
         whole = in_place(path)

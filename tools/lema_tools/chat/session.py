@@ -10,8 +10,8 @@ from types import FrameType
 
 from lema.backend.signalwatch import SignalWatch
 from lema.errors import LemaError, printable
-from lema_tools.chat.answers import Answers
 from lema_tools.chat.conversation import Conversation, save
+from lema_tools.chat.model import ChatModel
 from lema_tools.generation.compared import TITLES, print_compared, width_of_two
 from lema_tools.generation.stream import print_text
 
@@ -33,16 +33,16 @@ class Session:
     """Reads messages and commands until there are no more.
 
     Args:
-        answers: makes the answers.
+        model: makes the answers.
         conversation: the chat, which the session continues.
         compares: show the base model's answer, too; the adapter's goes on in the chat.
         name: of the model, for the first line.
     """
 
     def __init__(
-        self, answers: Answers, conversation: Conversation, *, compares: bool, name: str
+        self, model: ChatModel, conversation: Conversation, *, compares: bool, name: str
     ) -> None:
-        self._answers = answers
+        self._model = model
         self._conversation = conversation
         self._compares = compares
         self._name = name
@@ -114,12 +114,12 @@ class Session:
                 chat.reset()
                 self._note("(a new chat, without a system message)")
             case "/system":
-                self._answers.check_system(text, "/system")
+                self._model.answers.check_system(text, "/system")
                 chat.system = text
                 chat.reset()
                 self._note("(a new chat, with this system message)")
             case "/image":
-                chat.images.append(self._answers.image(text))
+                chat.images.append(self._model.image(text))
                 self._note("(the next message has it)")
             case "/save":
                 file = Path(text or "chat.jsonl")
@@ -146,7 +146,7 @@ class Session:
             self._note("(stopped)")
 
     def _streamed(self) -> str:
-        answer = self._answers.answer(self._conversation, self._stopped, print_text)
+        answer = self._model.answers.answer(self._conversation, self._stopped, print_text)
         self._note_left_out(answer.left_out)
         return answer.text
 
@@ -160,7 +160,9 @@ class Session:
             if not wide:
                 print_text(f"{title}: ")
             show: Callable[[str], object] = (lambda _: None) if wide else print_text
-            answer = self._answers.answer(self._conversation, self._stopped, show, of_base=of_base)
+            answer = self._model.answers.answer(
+                self._conversation, self._stopped, show, of_base=of_base
+            )
             texts.append(answer.text)
             left_out = answer.left_out
         if wide:

@@ -13,6 +13,7 @@ import typer
 from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
 from lema.config.units import human_bytes, human_duration
 from lema.errors import ConfigError, DataError
+from lema_tools.generation.images import with_images
 from lema_tools.loading import model_of, outcome_of
 
 __all__ = ["evaluate"]
@@ -79,6 +80,8 @@ def evaluate(
         raise ConfigError(
             "tasks have their own data", where="--data", how="leave it out, or leave --tasks out"
         )
+    if data and _has_images(data):
+        settings = with_images(settings)
     outcome = outcome_of(source, settings, phase)
     model = model_of(source, settings, trust_remote_code, outcome)
     with contextlib.closing(model):
@@ -100,6 +103,14 @@ def evaluate(
                     several = len(rows_by_name) > 1
                     label = key.replace("eval", f"eval_{name}", 1) if several else key
                     typer.echo(f"{label} {value:.6g}")
+
+
+def _has_images(data: list[str]) -> bool:
+    """Whether some rows are chats with images, for which the model is opened with its towers."""
+    from lema.data.prompts import is_chat_with_images
+    from lema.data.sets.sources import read_rows
+
+    return any(map(is_chat_with_images, read_rows(data)))
 
 
 def _rows(model: Any, data: list[str] | None, outcome: Any) -> dict[str, Any]:

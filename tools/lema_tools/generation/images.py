@@ -1,4 +1,6 @@
-"""Images that `lema generate` and `lema chat` are given: by path, wherever they lie."""
+"""Images that `lema generate`, `lema chat` and `lema eval` are given: the model is opened for them
+where one is, and paths of users lead wherever they lie.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
