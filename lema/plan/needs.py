@@ -133,7 +133,9 @@ class Planner:
                 double = replace(short, length=2 * short.length)
                 factor = batch.length / short.length
                 work = lengthened(self._run(short, chunk), self._run(double, chunk), factor)
-                work = in_chunks(work, drawn.split, drawn.layers, batch)
+                config = self.config
+                whole = config.cache_frozen_prefix or config.context_parallel_size is not None
+                work = in_chunks(work, drawn.split, drawn.layers, batch, whole=whole)
             else:
                 work = self._run(replace(batch, chunk=None), chunk)
             self.workload_cache[key] = work

@@ -492,7 +492,10 @@ def _of_rows(one_row: Workload, two: Workload, rows: int, rows_at_once: int) -> 
         # What waits grows with all rows, and what works on it with those of a chunk.
         more = pieces.waiting_bytes - chunk.pieces.waiting_bytes
         pieces = replace(pieces, working_bytes=chunk.pieces.working_bytes + more)
-    return replace(workload, head=chunk.head, pieces=pieces)
+    in_host = workload.in_host
+    if in_host is not None:
+        in_host = replace(in_host, head=chunk.head)
+    return replace(workload, head=chunk.head, pieces=pieces, in_host=in_host)
 
 
 def _grown(one_row: Grown, two: Grown, rows: int) -> Grown:

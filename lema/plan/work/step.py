@@ -12,7 +12,7 @@ from lema.data.batches import dealt
 from lema.engine.head.objectives import objective_of
 from lema.engine.padding import padding_of
 from lema.errors import ConfigError
-from lema.plan.cost import Demand, LayerCost
+from lema.plan.cost import Demand, LayerCost, RowsInHost
 from lema.plan.machine import Machine
 from lema.plan.work.trainable_bytes import TrainedBytes
 from lema.plan.work.workload import MicroBatch, Workload
@@ -275,8 +275,18 @@ def _with_activations(
     # in chunks it runs once to form the loss, and again to be differentiated
     if (batch.settled or batch.is_cut) and timings is not None:
         head_seconds += times * timings.layers[workload.kinds[-1]].forward
+    in_host = None
+    if workload.in_host is not None and not demand.pieces:
+        own_bytes = extra_bytes - workload.call_bytes + workload.in_host.call_bytes
+        in_host = RowsInHost(
+            workload.in_host.working_bytes(times),
+            flight_bytes=round(times * own_bytes),
+            # the input of a layer and its output, of one micro-batch; of others one of both
+            room_bytes=hidden + min(hidden, workload.hidden_bytes),
+        )
     return replace(
         demand,
+        in_host=in_host,
         working_bytes=workload.in_pieces(times) if demand.pieces else workload.working_bytes(times),
         # Hidden states of all micro-batches before a layer and after it; of one, the second is in
         # working_bytes.

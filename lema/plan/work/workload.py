@@ -133,6 +133,9 @@ class Workload:
     entered: Exchange  # before the layers
     # the head and the loss in pieces of the vocabulary; None: they are not asked for
     pieces: HeadWork | None = None
+    # the same in device memory, where hidden states wait in host memory but for one chunk of a row,
+    # as inputs of layers do; None: they are whole on the device in any case
+    in_host: Workload | None = None
 
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""
