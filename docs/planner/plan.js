@@ -1666,7 +1666,7 @@ const without_values = stubs.without_values;
 const Lease = stubs.Lease;
 const LayerBytes = stubs.LayerBytes;
 class MicroBatch {
-constructor(rows, length, beside = 0, settled = false, packed = false, chunk = null) { this.rows = rows; this.length = length; this.beside = beside; this.settled = settled; this.packed = packed; this.chunk = chunk; }
+constructor(rows, length, forward_only = 0, settled = false, packed = false, chunk = null) { this.rows = rows; this.length = length; this.forward_only = forward_only; this.settled = settled; this.packed = packed; this.chunk = chunk; }
 get tokens() {
 const self = this;
 return py.mul(self.rows, self.length);
@@ -1677,17 +1677,17 @@ return py.both((self.chunk != null), () => py.gt(self.length, self.chunk));
 }
 }
 MicroBatch.isClass = true;
-MicroBatch.sig = ["rows", "length", "beside", "settled", "packed", "chunk"];
+MicroBatch.sig = ["rows", "length", "forward_only", "settled", "packed", "chunk"];
 MicroBatch.fields = MicroBatch.sig;
 class LayerWork {
-constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, chunk_bytes = 0, turn_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.chunk_bytes = chunk_bytes; this.turn_bytes = turn_bytes; this.square_flops = square_flops; }
+constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, chunk_bytes = 0, top_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.chunk_bytes = chunk_bytes; this.top_bytes = top_bytes; this.square_flops = square_flops; }
 at_once(times) {
 const self = this;
 return py.add(py.round(py.mul(py.max(times, 1.0), self.waiting_bytes)), py.bound(self, 'working_bytes'));
 }
 }
 LayerWork.isClass = true;
-LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes", "key_gradient_bytes", "chunk_bytes", "turn_bytes", "square_flops"];
+LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes", "key_gradient_bytes", "chunk_bytes", "top_bytes", "square_flops"];
 LayerWork.fields = LayerWork.sig;
 LayerWork.prototype.at_once.sig = ["times"];
 class HeadWork {
@@ -1717,12 +1717,12 @@ return self.most(py.round(py.add(py.bound(self.pieces, 'working_bytes'), waiting
 }
 most(head_bytes, times) {
 const self = this;
-let at_head, at_turn, to_come, top;
+let at_head, at_top, to_come, top;
 to_come = py.sum((function*(t1) { for (const t2 of t1) { const layer = t2; yield self.of(layer).gradient_bytes; } })(py.iter(py.range(py.len(self.kinds)))));
 top = self.of(py.sub(py.len(self.kinds), 1));
 at_head = py.add(py.sub(head_bytes, to_come), py.round(py.mul(py.max(times, 1.0), top.waiting_bytes)));
-at_turn = py.add(top.at_once(times), top.turn_bytes);
-return py.max(self.prelude_bytes, at_head, at_turn, ...py.iter((function*(t3) { for (const t4 of t3) { const work = t4; yield work.at_once(times); } })(py.iter(self.works))));
+at_top = py.add(top.at_once(times), top.top_bytes);
+return py.max(self.prelude_bytes, at_head, at_top, ...py.iter((function*(t3) { for (const t4 of t3) { const work = t4; yield work.at_once(times); } })(py.iter(self.works))));
 }
 }
 Workload.isClass = true;
@@ -1855,7 +1855,7 @@ head = py.add(py.div(py.bound(workload.head, 'flops'), speed), machine.exchangin
 return new Timings(py.tuple(layer_seconds), head, machine.exchanging(workload.entered), machine.exchanging(once));
 }, ["workload", "layers", "machine", "itemsize"]);
 const demand_of = py.named(function(layers, workload, timings, shape, outside_bytes, adapter_bytes, lowest, shared, trained = null, pieces = [], groups = null) {
-let costs, demand, forward, gradients, index, kind, layer, micro, part, parts, piece, product, products, saved, seconds, sizes, spent, times, uploaded;
+let costs, demand, forward, gradients, index, kind, layer, micro, parts, product, products, saved, seconds, sizes, spent, times, uploaded;
 times = ((shape == null) ? 0.0 : shape.num_micro_batches);
 costs = [];
 for (const t13 of py.iter(py.enumerate(layers))) { ;[index, layer] = py.list(t13);
@@ -1865,7 +1865,7 @@ saved = ((workload == null) ? 0 : py.round(py.mul(times, py.item(workload.works,
 parts = py.get(py.either(groups, () => new Map([])), index, [layer.nbytes]);
 uploaded = ((py.t(shared) || py.gt(py.len(parts), 1)) ? py.sum(parts) : layer.upload_bytes);
 sizes = [py.sum(parts), layer.read_bytes, uploaded, saved];
-forward = py.mul(spent.forward, ((shape == null) ? 1 : py.add(1, shape.micro_batch.beside)));
+forward = py.mul(spent.forward, ((shape == null) ? 1 : py.add(1, shape.micro_batch.forward_only)));
 seconds = [spent.expand, forward, spent.recompute, spent.backward];
 micro = ((workload == null) ? 0 : py.min(saved, py.item(workload.works, kind).saved_bytes));
 gradients = ((trained == null) ? 0 : py.item(trained.layers, index).nbytes);
@@ -1873,18 +1873,24 @@ products = ((workload == null) ? 0 : py.round(py.mul(times, py.item(workload.wor
 py.append(costs, new LayerCost(...py.iter(sizes), ...py.iter(seconds), micro, gradients, py.tuple(py.slice(parts, 1, null, null)), products, spent.without_products));
 }
 product = ((timings == null) ? 0.0 : py.div(py.mul(times, timings.head), PRODUCTS));
-for (const t14 of py.iter(pieces)) { piece = t14;
-part = py.div(py.mul(product, piece.nbytes), py.sum((function*(t15) { for (const t16 of t15) { const head_piece = t16; yield head_piece.nbytes; } })(py.iter(pieces))));
-seconds = [0.0, part, part, part];
-uploaded = (py.t(shared) ? piece.nbytes : piece.upload_bytes);
-py.append(costs, new LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, ...py.iter(seconds)));
-}
-demand = py.call(Demand, [py.tuple(costs)], {lowest: lowest, pieces: py.len(pieces), outside_bytes: outside_bytes, adapter_bytes: adapter_bytes, expanded_bytes: py.max((function*(t17) { for (const t18 of t17) { const layer = t18; yield layer.expanded_bytes; } })(py.iter(layers))), shared: shared});
+costs = py.add(costs, py.call(_piece_costs, [pieces, product], {shared: shared}));
+demand = py.call(Demand, [py.tuple(costs)], {lowest: lowest, pieces: py.len(pieces), outside_bytes: outside_bytes, adapter_bytes: adapter_bytes, expanded_bytes: py.max((function*(t14) { for (const t15 of t14) { const layer = t15; yield layer.expanded_bytes; } })(py.iter(layers))), shared: shared});
 if (((workload == null) || (shape == null))) {
 return demand;
 }
 return py.call(_with_activations, [demand, workload, timings, shape]);
 }, ["layers", "workload", "timings", "shape", "outside_bytes", "adapter_bytes", "lowest", "shared", "trained", "pieces", "groups"]);
+const _piece_costs = py.named(function(pieces, product, shared) {
+let costs, part, piece, seconds, uploaded;
+costs = [];
+for (const t16 of py.iter(pieces)) { piece = t16;
+part = py.div(py.mul(product, piece.nbytes), py.sum((function*(t17) { for (const t18 of t17) { const head_piece = t18; yield head_piece.nbytes; } })(py.iter(pieces))));
+seconds = [0.0, part, part, part];
+uploaded = (py.t(shared) ? piece.nbytes : piece.upload_bytes);
+py.append(costs, new LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, ...py.iter(seconds)));
+}
+return costs;
+}, ["pieces", "product", "shared"]);
 const _with_activations = py.named(function(demand, workload, timings, shape) {
 let batch, extra_bytes, head_seconds, hidden, states, times;
 times = shape.num_micro_batches;
@@ -1899,13 +1905,13 @@ head_seconds = py.div(head_seconds, py.mul(PRODUCTS, demand.pieces));
 } else {
 extra_bytes = py.add(extra_bytes, workload.of(demand.top).gradient_bytes);
 }
-head_seconds = py.mul(head_seconds, py.add(1, py.div(batch.beside, 3)));
+head_seconds = py.mul(head_seconds, py.add(1, py.div(batch.forward_only, 3)));
 if (((py.t(batch.settled) || py.t(batch.is_cut)) && (timings != null))) {
 head_seconds = py.add(head_seconds, py.mul(times, py.item(timings.layers, py.item(workload.kinds, (-1))).forward));
 }
-return py.replace(demand, {working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.beside), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
+return py.replace(demand, {working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.forward_only), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
 }, ["demand", "workload", "timings", "shape"]);
-return {LayerSeconds, PRODUCTS, StepShape, Timings, _with_activations, by_arithmetic, demand_of, micro_batch_of, rows_each, step_shape, tokens_at_once};
+return {LayerSeconds, PRODUCTS, StepShape, Timings, _piece_costs, _with_activations, by_arithmetic, demand_of, micro_batch_of, rows_each, step_shape, tokens_at_once};
 })();
 const lema_plan_allocate = (() => {
 const math = stubs.math;
@@ -1970,7 +1976,7 @@ unlimited = py.both(py.eq(config.device_memory, "auto"), () => demand.shared);
 return py.either((!py.t(unlimited)), () => py.gt(py.sum((function*(t3) { for (const t4 of t3) { const layer = t4; yield layer.read_bytes; } })(py.iter(demand.layers))), py.mul(CACHED, free)));
 }, ["config", "demand", "free"]);
 const allocated = py.named(function(config, demand, speeds, device_total, host_total, host_available, resident_fraction = 0.0, device_free = null) {
-let alone, boundaries, device_limit, device_memory, error, fixed_bytes, free, host_limit, recompute, resident, solved, spent, stay, tier;
+let alone, available, boundaries, device_limit, device_memory, error, fixed_bytes, free, host_limit, recompute, resident, solved, spent, stay, taken, tier;
 host_limit = ((config.host_memory == null) ? null : py.call(parse_memory, [config.host_memory, host_total]));
 resident = (config.strategy === MemoryStrategy.RESIDENT);
 tier = config.offloading_tier;
@@ -2013,13 +2019,12 @@ catch (caught) {
 if (caught instanceof MemoryLimitError) {
 error = caught;
 if ((py.eq(error.where, "host_memory") && (host_limit == null))) {
-error.where = ["memory available on this machine, ", py.format(py.call(human_bytes, [host_available]), "")].join('');
-if (py.t(fixed_bytes)) {
-error.where = py.add(error.where, [", less ", py.format(py.call(human_bytes, [fixed_bytes]), ""), " for what trains and is computed"].join(''));
-}
+taken = [", less ", py.format(py.call(human_bytes, [fixed_bytes]), ""), " for what trains and is computed"].join('');
+available = ["memory available on this machine, ", py.format(py.call(human_bytes, [host_available]), "")].join('');
+error.locate((py.t(fixed_bytes) ? py.add(available, taken) : available));
 } else {
 if ((py.eq(error.where, "device_memory") && py.eq(device_memory, "auto"))) {
-error.where = ["free device memory, ", py.format(py.call(human_bytes, [free]), "")].join('');
+error.locate(["free device memory, ", py.format(py.call(human_bytes, [free]), "")].join(''));
 }
 }
 throw caught;
@@ -2655,7 +2660,7 @@ catch (caught) {
 if (caught instanceof MemoryLimitError) {
 error = caught;
 if ((self.blueprint.trained != null)) {
-error.how = "allow that much, or train adapters, whose base model streams from disk";
+error.explain("allow that much, or train adapters, whose base model streams from disk");
 }
 throw caught;
 } else

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lema.activations.boundaries import view_like
 from lema.backend import Carrier, Download, Upload
 
-__all__ = ["HostRoom", "HostState", "HostStates", "on_device"]
+__all__ = ["HostPool", "HostState", "HostStates", "on_device"]
 
 NUM_LEAVING = 2  # states that are held on the device until their copy has ended
 
@@ -88,7 +88,7 @@ class HostStates:
         return self._buffers[number]
 
 
-class HostRoom:
+class HostPool:
     """Room in host memory for hidden states, or gradients of them, of which a layer has only one
     chunk of the sequence on the device. What is given back is used again."""
 
@@ -104,7 +104,7 @@ class HostRoom:
         fitting = [memory for memory in self._free if len(memory) >= like.nbytes]
         if fitting:
             memory = min(fitting, key=len)
-            self._free = [other for other in self._free if other is not memory]
+            self._free = [free for free in self._free if free is not memory]
         else:
             # before more is taken, because what is too small would only add up
             self._free.clear()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from lema.backend.protocols import Replicas
 from lema.backend.torchrun import PATIENCE, gather_objects, others_there
 from lema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Carried", "ContextGroup", "check_dividing", "join_context"]
 
@@ -28,7 +31,7 @@ Carried: TypeAlias = Literal["keys and values", "their gradients", "states", "gr
 SETTING = "context_parallel_size"
 NUM_DIMENSIONS = 6  # of a state, at most
 # messages to one process that it need not have taken before the next is sent
-NUM_UNDER_WAY = 8
+MOST_PENDING = 8
 
 
 class ContextGroup:
@@ -52,7 +55,7 @@ class ContextGroup:
         rank: int,
         ranks: Sequence[int],
         exchange: Callable[[object], list[Any]],
-        group: Any = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.rank = rank
         self.size = len(ranks)
@@ -60,7 +63,7 @@ class ContextGroup:
         self._ranks = list(ranks)
         self._group = group
         self.sent: dict[Carried, int] = {}
-        self._under_way = deque[tuple[Any, Tensor, Tensor]]()
+        self._pending = deque[tuple[Any, Tensor, Tensor]]()
         # what has come and was not asked for yet, by sender and number
         self._arrived: dict[tuple[int, int], deque[Tensor]] = {}
 
@@ -123,9 +126,9 @@ class ContextGroup:
         with others_there():
             for message in (header, _bytes_of(sent)):
                 work = dist.isend(message, self._ranks[to], group=self._group)
-                self._under_way.append((work, message, sent))
-            while len(self._under_way) > NUM_UNDER_WAY:
-                self._under_way.popleft()[0].wait()
+                self._pending.append((work, message, sent))
+            while len(self._pending) > MOST_PENDING:
+                self._pending.popleft()[0].wait()
         self._count(what, sent.nbytes)
 
     def receive(self, sender: int, number: int, device: torch.device) -> Tensor:
@@ -153,7 +156,7 @@ class ContextGroup:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 
 
-def _all_gather(parts: Tensor, part: Tensor, *, group: Any) -> None:
+def _all_gather(parts: Tensor, part: Tensor, *, group: ProcessGroup | None) -> None:
     dist: Any = torch.distributed
     # its name before torch 2.13
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -316,7 +316,8 @@ def _with_rows(config: "LemaConfig", length: int) -> "LemaConfig":
     """Return the settings for rows of a length, in chunks where whole rows do not fit, unless they
     say otherwise."""
     changes: dict[str, Any] = {"max_length": length}
-    if "sequence_chunk" not in config.model_fields_set:
+    divided = config.context_parallel_size is not None  # in as few chunks as there are processes
+    if "sequence_chunk" not in config.model_fields_set and not divided:
         changes["sequence_chunk"] = "auto"
     return type(config)(**{**config.model_dump(exclude_unset=True), **changes})
 

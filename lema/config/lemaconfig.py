@@ -569,10 +569,10 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
                 "experts_per_slot": isinstance(self.experts_per_slot, int),
                 "cache_frozen_prefix": self.cache_frozen_prefix,
             }
-        for other, conflicts in untested.items():
-            if conflicts:
-                way = "are not divided over processes" if setting == DIVIDED else _IN_CHUNKS
-                yield Problem(setting, f"sequences {way} with {other}", "leave one of them out")
+        for conflict, is_set in untested.items():
+            if is_set:
+                how = "are not divided over processes" if setting == DIVIDED else _IN_CHUNKS
+                yield Problem(setting, f"sequences {how} with {conflict}", "leave one of them out")
 
     def _about_offloading(self) -> Iterator[Problem]:
         mode = self.activation_offloading

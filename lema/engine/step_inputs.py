@@ -87,8 +87,8 @@ class StepInputs:
         division = self.division
         if division is None:
             return list(targets)
-        whole = LossChunks(self._split.head, targets, 1, num_tokens=options.get("num_tokens"))
-        options |= {"num_tokens": whole.num_tokens, "logits": None}
+        undivided = LossChunks(self._split.head, targets, 1, num_tokens=options.get("num_tokens"))
+        options |= {"num_tokens": undivided.num_tokens, "logits": None}
         return list(map(division.cut, targets))
 
     def prepare(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lema.activations.hoststates import HostRoom, HostStates
+from lema.activations.hoststates import HostPool, HostStates
 from lema.backend import Backend
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.watchdog import Watchdog
@@ -323,25 +323,23 @@ class StreamedModel:
                 nullcontext() if start else self._first_lease(device_batches)
             )
             outside = self.trained_outside()
-            room = self._room(device_batches, chunks, trains_outside=bool(outside))
+            pool = self._pool(device_batches, chunks, trains_outside=bool(outside))
             hidden, calls = self.prelude(
-                device_batches, first, differentiate=bool(outside), around=around, room=room
+                device_batches, first, differentiate=bool(outside), around=around, pool=pool
             )
             start = self._checked_start(start, micro_batches, around)
-            embed_head = EmbedHead(
-                self.backend, chunks, hidden, calls, outside, in_place=room is not None
-            )
+            embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
             if self.engine.routers is not None:
                 self.engine.routers.begin(embed_head.loss, calls, device_batches)
             hidden = self.split.enter(embed_head.start(self.engine.anchor))
             self.starts_below = embed_head.reach_below
             # a head in pieces comes after all layers, any other is computed with the top layer
             end = self.split.num_layers - (self.head is None)
-            saving = self.step_saving(hidden, self.lowest_trained, end, in_host=room is not None)
+            saving = self.step_saving(hidden, self.lowest_trained, end, in_host=pool is not None)
             reference_rows = reference_rows_of(
                 self, chunks, micro_batches, device_batches, calls, first
             )
-            rows = Rows(calls, list(hidden), room=room)
+            rows = Rows(calls, list(hidden), pool=pool)
             del hidden
             if self.prefix is not None:
                 start = self._through_prefix(
@@ -369,23 +367,23 @@ class StreamedModel:
             cut(logits, micro_batches)
         return loss
 
-    def _room(
+    def _pool(
         self, batches: MicroBatches, loss: LossChunks | RowLoss, *, trains_outside: bool
-    ) -> HostRoom | None:
+    ) -> HostPool | None:
         """Return room in host memory for a step's hidden states, where sequences go through layers
         in chunks and boundaries do not wait on the device; None: hidden states are there whole.
         So they are as well where something else is computed with all of a row at once."""
         size = self.sequence_chunk
-        whole = (
+        uncut = (
             size is None
             or all(batch["input_ids"].shape[1] <= size for batch in batches)
             or self.activations.arena.tier == "device"
         )
-        others = (self.head, self.prefix, self.division)
-        elsewhere = self.stream.groups or any(other is not None for other in others)
-        if whole or trains_outside or elsewhere or not isinstance(loss, LossChunks):
+        readers = (self.head, self.prefix, self.division)
+        elsewhere = self.stream.groups or any(reader is not None for reader in readers)
+        if uncut or trains_outside or elsewhere or not isinstance(loss, LossChunks):
             return None
-        return self.activations.room
+        return self.activations.pool
 
     def _checked_start(
         self,
@@ -572,12 +570,12 @@ class StreamedModel:
         differentiate: bool = False,
         away: HostStates | None = None,
         around: list[dict[str, Any]] | None = None,
-        room: HostRoom | None = None,
+        pool: HostPool | None = None,
         divided: bool = True,
     ) -> tuple[tuple[Any, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each
         micro-batch. States that go `away` do so as each is made, as the first layer is given them;
-        those of rows in chunks lie in `room`. `around` receives, as JSON types, what the modules
+        those of rows in chunks lie in `pool`. `around` receives, as JSON types, what the modules
         before the layers keep after each. `divided`: of rows that processes divide, this one's
         parts."""
         hidden: list[Any] = []
@@ -589,7 +587,7 @@ class StreamedModel:
         ):
             for number, batch in enumerate(micro_batches):
                 prelude = self._prelude_of(
-                    batch, weights, differentiate=differentiate, room=room, divided=divided
+                    batch, weights, differentiate=differentiate, pool=pool, divided=divided
                 )
                 state = prelude.hidden
                 hidden.append(
@@ -610,7 +608,7 @@ class StreamedModel:
         weights: Mapping[str, Tensor],
         *,
         differentiate: bool,
-        room: HostRoom | None = None,
+        pool: HostPool | None = None,
         divided: bool,
     ) -> Prelude:
         """Run one micro-batch up to the layers; in chunks, if it is longer than one."""
@@ -622,12 +620,12 @@ class StreamedModel:
             )
         size: int | RowDivision | None = self.division if divided else None
         size = size or self.sequence_chunk
-        whole = isinstance(size, int) and batch["input_ids"].shape[1] <= size
-        if size is None or whole:
+        uncut = isinstance(size, int) and batch["input_ids"].shape[1] <= size
+        if size is None or uncut:
             return self.split.prelude(inputs, weights, differentiate=differentiate)
-        take = None if room is None else room.take
+        take = None if pool is None else pool.take
         return self.split.prelude_in_chunks(
-            inputs, weights, size, differentiate=differentiate, room=take
+            inputs, weights, size, differentiate=differentiate, allocate=take
         )
 
     def _image_inputs(self, images: RowImages, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ from lema.model.layers.compiled import CompiledLayers
 from lema.model.layers.routing import replayed
 from lema.model.row_tables import RowTables
 from lema.model.sequence.cache import LayerKind, SequenceCache, kinds_of
-from lema.model.sequence.chunks import ChunkedRows, Room
+from lema.model.sequence.chunks import Allocate, ChunkedRows
 from lema.model.sequence.division import RowDivision
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
@@ -186,16 +186,16 @@ class Split:
         size: int | RowDivision,
         *,
         differentiate: bool = False,
-        room: Room | None = None,
+        allocate: Allocate | None = None,
     ) -> Prelude:
         """Run the model up to its layers, as `prelude` does, `size` tokens at a time, or the
         chunks that this process has of a division; the calls are `ChunkedCall`. Tokens with which
-        all rows begin are computed once, if no row draws anything of its own. `room`: makes room
-        for the hidden state; None: it is on the device. `ConfigError`: the model, or the batch,
-        cannot be cut."""
+        all rows begin are computed once, if no row draws anything of its own. `allocate`: makes
+        room for the hidden state; None: it is on the device. `ConfigError`: the model, or the
+        batch, cannot be cut."""
         self._begin(batch, first_layer_weights)
         rows = self.rows_in_chunks(batch, size, shares=not capture.draws(self.model))
-        return rows.prelude(differentiate=differentiate, room=room)
+        return rows.prelude(differentiate=differentiate, allocate=allocate)
 
     def rows_in_chunks(
         self,

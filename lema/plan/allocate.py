@@ -163,11 +163,11 @@ def allocated(
         )
     except MemoryLimitError as error:
         if error.where == "host_memory" and host_limit is None:
-            error.where = f"memory available on this machine, {human_bytes(host_available)}"
-            if fixed_bytes:
-                error.where += f", less {human_bytes(fixed_bytes)} for what trains and is computed"
+            taken = f", less {human_bytes(fixed_bytes)} for what trains and is computed"
+            available = f"memory available on this machine, {human_bytes(host_available)}"
+            error.locate(available + taken if fixed_bytes else available)
         elif error.where == "device_memory" and device_memory == "auto":
-            error.where = f"free device memory, {human_bytes(free)}"
+            error.locate(f"free device memory, {human_bytes(free)}")
         raise
 
 
@@ -250,7 +250,7 @@ def surely_fits(blueprint: Blueprint, shape: StepShape, device_limit: int) -> bo
         + blueprint.outside_bytes
     )
     weights *= 1 + (blueprint.trained is not None)  # with their gradients
-    activations = 4 * width * rows * batch.length * (1 + batch.beside)
+    activations = 4 * width * rows * batch.length * (1 + batch.forward_only)
     trains = blueprint.adapter_bytes + blueprint.reference_bytes
     return bool(weights + blueprint.head.nbytes + trains + activations < device_limit)
 

@@ -25,6 +25,7 @@ __all__ = [
     "HostTraining",
     "LayerCost",
     "Overhead",
+    "RowsInHost",
     "Speeds",
     "Tier",
     "Traffic",
@@ -32,6 +33,7 @@ __all__ = [
     "down_seconds",
     "group_numbers",
     "phases",
+    "rows_in_host",
     "saved_elsewhere",
     "seconds",
     "traffic",
@@ -149,6 +151,17 @@ NO_OVERHEAD = Overhead()
 
 
 @dataclass(frozen=True)
+class RowsInHost:
+    """What changes where hidden states of rows wait in host memory but for one chunk, as they do
+    where the inputs of layers leave the device.
+    """
+
+    working_bytes: int  # on the device, in the place of those of the demand
+    flight_bytes: int  # likewise
+    room_bytes: int  # in host memory
+
+
+@dataclass(frozen=True)
 class Demand:
     """One step, whatever memory there is for it."""
 
@@ -175,6 +188,8 @@ class Demand:
     # of embeddings that are looked up row by row, the rows of all tokens of the step
     row_bytes: int = 0
     overhead: Overhead = NO_OVERHEAD  # of the device
+    # where inputs of layers leave the device; None: hidden states are whole on the device
+    in_host: RowsInHost | None = None
 
     @property
     def top(self) -> int:
@@ -284,6 +299,11 @@ def saved_elsewhere(demand: Demand, allocation: Allocation) -> dict[int, int]:
         return {}
     gone = sorted(allocation.saved.intersection(demand.keeping))
     return {index: demand.layers[index].saved_bytes + demand.boundary_bytes for index in gone}
+
+
+def rows_in_host(demand: Demand, allocation: Allocation) -> RowsInHost | None:
+    """Return what hidden states take that wait in host memory; None: they are on the device."""
+    return None if allocation.boundaries == "device" else demand.in_host
 
 
 def _away(demand: Demand, allocation: Allocation) -> int:

@@ -31,13 +31,16 @@ def in_parts(config: LemaConfig, positions: int | None) -> LemaConfig:
     return config.model_copy(update={"sequence_chunk": chunk})
 
 
-def divided_note(config: LemaConfig, batch: MicroBatch, work: Workload | None) -> str | None:
+def divided_note(
+    config: LemaConfig, batch: MicroBatch, work: Workload | None, itemsize: int
+) -> str | None:
     """Say what a process sends of each layer where processes divide rows; None: they do not.
 
     Args:
         config: of the run.
         batch: the micro-batch.
         work: what it costs; None: it cannot be told.
+        itemsize: bytes of a number of keys and values; gradients have four at least.
     """
     size = config.context_parallel_size
     if size is None:
@@ -45,7 +48,9 @@ def divided_note(config: LemaConfig, batch: MicroBatch, work: Workload | None) -
     note = f"context_parallel_size: {size} processes divide each row"
     if work is None:
         return note
-    kept = max(layer.keys_values_bytes for layer in work.works) // batch.rows
+    keys_values = max(layer.keys_values_bytes for layer in work.works) // batch.rows
     # of a part for each other process: in the forward, in the backward, and gradients once
-    sent = f"{human_bytes(3 * kept * (size - 1) // size)} of keys, values and their gradients"
+    factor = 2 + max(4, itemsize) / itemsize
+    nbytes = round(factor * keys_values * (size - 1) / size)
+    sent = f"{human_bytes(nbytes)} of keys, values and their gradients"
     return f"{note}; each sends at most about {sent} for a layer of a row in a step"

@@ -85,7 +85,8 @@ def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workloa
             forward_bytes=waiting.head,
             waiting_bytes=waiting.waiting(runs_again=drawn.runs_again),
         )
-    return replace(work, works=tuple(works))
+    # experts in groups have whole hidden states on the device
+    return replace(work, works=tuple(works), in_host=None)
 
 
 def _waiting_in_chunks(drawn: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:

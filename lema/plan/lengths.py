@@ -100,19 +100,20 @@ def _longest(planner: Planner, tier: Tier) -> tuple[int, str]:
     short, double = (_taken(planner, tier, length, chunk) for length in lengths)
     of_row = planner.work(replace(batch, chunk=chunk))
     answers = []
-    for place, limit, once, twice in zip(
+    for memory_name, limit, once, twice in zip(
         ("device memory", "host memory"), planner.limits, short, double, strict=True
     ):
         grown = {part: twice[part] - once[part] for part in once if twice[part] > once[part]}
         if not grown:
             continue
-        rest = sum(once.values()) - sum(grown.values())
-        longest = int((limit - rest) / sum(grown.values()) * batch.length)
+        fixed_bytes = sum(once.values()) - sum(grown.values())
+        longest = int((limit - fixed_bytes) / sum(grown.values()) * batch.length)
         parts = _by_token(grown, of_row, batch.length)
         taken = sum(grown.values()) / batch.length
         reason = (
-            f"{place} is short of longer ones: a token takes {human_bytes(round(taken))} there, "
-            f"{_named(parts)}, beside {human_bytes(max(0, rest))} however long rows are"
+            f"{memory_name} is short of longer ones: a token takes {human_bytes(round(taken))} "
+            "there, "
+            f"{_named(parts)}, beside {human_bytes(max(0, fixed_bytes))} however long rows are"
         )
         answers.append((max(0, longest) // SMALL * SMALL, reason))
     return min(answers, key=lambda pair: pair[0], default=(batch.length, "nothing grows"))

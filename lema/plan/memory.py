@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lema.activations.boundaries import boundaries_in_host, boundaries_on_device
 from lema.activations.stepstore import graphs_in_host, graphs_on_device
-from lema.plan.cost import Allocation, Demand, saved_elsewhere, waiting_bytes
+from lema.plan.cost import Allocation, Demand, rows_in_host, saved_elsewhere, waiting_bytes
 from lema.stream.ring import ring_bytes
 
 __all__ = ["device_parts", "host_parts"]
@@ -21,14 +21,15 @@ ADDED_TO = ("boundaries", "saved")
 
 def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """Return the peak of device memory by part, in bytes."""
+    rows = rows_in_host(demand, allocation) or demand
     tensors = {
         "slots": _ring(demand, allocation, skip_cached=demand.shared),
         "residents": sum(demand.layers[index].slot_bytes for index in allocation.residents),
         "outside": demand.outside_bytes + demand.buffer_bytes,
         "adapters": demand.adapter_bytes,
         "gradients": demand.gradient_bytes,
-        "working": demand.working_bytes,
-        "flight": demand.flight_bytes,
+        "working": rows.working_bytes,
+        "flight": rows.flight_bytes,
         "expanded": demand.expanded_bytes,
         "gathered": demand.gathered_bytes,
         "boundaries": _boundaries_on_device(demand, allocation),
@@ -43,6 +44,8 @@ def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """
     tier = allocation.boundaries
     waiting = waiting_bytes(demand, allocation)
+    in_host = rows_in_host(demand, allocation)
+    room = 0 if in_host is None else in_host.room_bytes
     saved = sum(saved_elsewhere(demand, allocation).values())
     training = demand.training
     count = demand.processes
@@ -50,7 +53,8 @@ def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     return {
         "ring": count * _ring(demand, allocation, skip_cached=True),
         "cached": demand.host_copies * cached,
-        "boundaries": count * boundaries_in_host(tier, waiting, demand.micro_boundary_bytes),
+        "boundaries": count
+        * (room + boundaries_in_host(tier, waiting, demand.micro_boundary_bytes)),
         "saved": count * graphs_in_host(allocation.saved_on, saved),
         "masters": count * training.masters,
         "moments": count * training.moments,
@@ -75,7 +79,12 @@ def _boundaries_on_device(demand: Demand, allocation: Allocation) -> int:
     waiting = waiting_bytes(demand, allocation)
     kept = allocation.saved.intersection(demand.keeping)
     with_graphs = len(kept) - len(saved_elsewhere(demand, allocation))
-    own_bytes = boundaries_on_device(allocation.boundaries, waiting, demand.micro_boundary_bytes)
+    own_bytes = 0
+    # else layers read and write them where they wait
+    if rows_in_host(demand, allocation) is None:
+        own_bytes = boundaries_on_device(
+            allocation.boundaries, waiting, demand.micro_boundary_bytes
+        )
     return own_bytes + with_graphs * demand.boundary_bytes
 
 

@@ -133,7 +133,9 @@ class Planner:
                 double = replace(short, length=2 * short.length)
                 factor = batch.length / short.length
                 work = lengthened(self._run(short, chunk), self._run(double, chunk), factor)
-                work = in_chunks(work, drawn.split, drawn.layers, batch)
+                config = self.config
+                whole = config.cache_frozen_prefix or config.context_parallel_size is not None
+                work = in_chunks(work, drawn.split, drawn.layers, batch, whole=whole)
             else:
                 work = self._run(replace(batch, chunk=None), chunk)
             self.workload_cache[key] = work
@@ -198,7 +200,9 @@ class Planner:
         except MemoryLimitError as error:
             # nothing of what the error advises can be set in such a phase
             if self.blueprint.trained is not None:
-                error.how = "allow that much, or train adapters, whose base model streams from disk"
+                error.explain(
+                    "allow that much, or train adapters, whose base model streams from disk"
+                )
             raise
 
     def unlimited(self) -> Planner:

@@ -216,7 +216,8 @@ def make_plan(
             return plan_with(planner, **options), planner
         except MemoryLimitError as error:
             if (rows := long_rows(planner)) is not None:
-                error.how += f"; rows of up to {rows.longest:,} tokens fit: {rows.reason}"
+                fitting = f"rows of up to {rows.longest:,} tokens fit: {rows.reason}"
+                error.explain(f"{error.how}; {fitting}")
             raise
     plan = plan_with(planner := _with_tokens(planner), **options)
     note = (
@@ -492,7 +493,10 @@ def _of_rows(one_row: Workload, two: Workload, rows: int, rows_at_once: int) -> 
         # What waits grows with all rows, and what works on it with those of a chunk.
         more = pieces.waiting_bytes - chunk.pieces.waiting_bytes
         pieces = replace(pieces, working_bytes=chunk.pieces.working_bytes + more)
-    return replace(workload, head=chunk.head, pieces=pieces)
+    in_host = workload.in_host
+    if in_host is not None:
+        in_host = replace(in_host, head=chunk.head)
+    return replace(workload, head=chunk.head, pieces=pieces, in_host=in_host)
 
 
 def _grown(one_row: Grown, two: Grown, rows: int) -> Grown:
@@ -547,7 +551,8 @@ def _notes(planner: Planner) -> tuple[str, ...]:
     notes += planner.blueprint.notes
     notes += uncounted(planner.config)
     notes += beyond_positions(planner.blueprint.model.config, planner.config)
-    if note := divided_note(planner.config, planner.shape.micro_batch, planner.workload):
+    itemsize = main_dtype(planner.blueprint.model).itemsize
+    if note := divided_note(planner.config, planner.shape.micro_batch, planner.workload, itemsize):
         notes.append(note)
     if note := chunks_note(planner.shape.micro_batch, planner.workload):
         notes.append(note)

@@ -152,8 +152,8 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
     can be told; else weights alone, with a warning where limits are numbers."""
     leaves_chunk = planner.config.sequence_chunk == "auto"
     if leaves_chunk and not trains:  # for rows that are only evaluated
-        whole = planner.config.model_copy(update={"sequence_chunk": None})
-        planner = replace(planner, config=whole)
+        uncut = planner.config.model_copy(update={"sequence_chunk": None})
+        planner = replace(planner, config=uncut)
     config = planner.config
     machine_state = planner.machine_state
     if planner.blueprint.trained is not None:

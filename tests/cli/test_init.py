@@ -278,11 +278,11 @@ def test_a_name_that_is_no_utf8_is_refused(place: Path, capsys: pytest.CaptureFi
 def test_long_rows_go_in_chunks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     options = ("--max-length", "32768", "--output", "long.yaml", "--profile", "4090")
-    assert init("model", "120MB", *options) == 0
+    assert init("model", "1GB", *options) == 0
     config = LemaConfig.from_yaml("long.yaml")
     assert config.max_length == 32768
     assert config.sequence_chunk == "auto"
     assert config.gradient_checkpointing is True
-    assert config.boundary_activations == "host"
+    assert config.boundary_activations in ("device", "host")
     assert config.batch_size == 4
-    assert "in chunks of" in Path("long.yaml").read_text()
+    assert "By this plan rows go through layers" in Path("long.yaml").read_text()

@@ -63,11 +63,11 @@ def test_a_long_row_takes_an_eighth_of_what_it_takes_at_once(tmp_path: Path) -> 
 
 def test_the_room_of_a_step_is_that_of_the_next(tmp_path: Path) -> None:
     model = opened_model(tmp_path, CHUNK, "host")
-    room = model.adapter.activations.room
+    pool = model.adapter.activations.pool
     addresses = []
     for _ in range(2):
         model.adapter.loss([row_of(512)]).backward()
-        addresses.append({memory.data_ptr() for memory in room._free})
+        addresses.append({memory.data_ptr() for memory in pool._free})
     model.close()
     assert addresses[0] == addresses[1]
     assert len(addresses[0]) == 2  # the input and the output of a layer

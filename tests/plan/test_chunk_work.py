@@ -7,15 +7,15 @@ import pytest
 import torch
 from everytype import write_model as write_type
 from hollowmodel import write_hollow
-from meteredstep import second_step
+from meteredstep import device_bytes, second_step
 from smallrun import opened, settings, write_model
 from transformers import LlamaConfig, MixtralConfig
 
 from lema import LemaConfig, LemaModel
 from lema.config.units import human_bytes
-from lema.errors import MemoryLimitError
 from lema.plan import Allocation, make_plan
 from lema.plan.blueprint import draw_up
+from lema.plan.cost import Demand, Tier
 from lema.plan.machine import profile
 from lema.plan.memory import device_parts
 from lema.plan.work.chunk_work import in_chunks
@@ -42,14 +42,14 @@ def config_of(tmp_path: Path, chunk: int | None) -> LemaConfig:
     return settings(model, tmp_path, gradient_checkpointing=True, **options)
 
 
-def told_of(config: LemaConfig) -> int:
-    """Return the bytes of a step beside slots, as they are told."""
+def demand_told(config: LemaConfig) -> Demand:
+    """Return what a step needs, as it is told, with no optimizer."""
     blueprint = draw_up(config)
     shape = step_shape(config, LENGTH)
     batch = shape.micro_batch
     split = blueprint.split
     work = measure(blueprint.model, blueprint.layers, batch, 64, split=split)
-    demand = demand_of(
+    return demand_of(
         blueprint.layers,
         in_chunks(work, split, blueprint.layers, batch),
         None,
@@ -59,7 +59,14 @@ def told_of(config: LemaConfig) -> int:
         lowest=blueprint.lowest_adapted,
         shared=True,
     )
-    parts = device_parts(demand, Allocation(3, saved=frozenset()))
+
+
+def told_of(config: LemaConfig, tier: Tier = "device") -> int:
+    """Return the bytes of a step beside slots, as they are told where inputs of layers wait at a
+    place.
+    """
+    allocation = Allocation(3, saved=frozenset(), boundaries=tier)
+    parts = device_parts(demand_told(config), allocation)
     return sum(size for part, size in parts.items() if part not in ("slots", "residents"))
 
 
@@ -82,6 +89,30 @@ def test_a_step_in_chunks_takes_what_was_told(tmp_path: Path) -> None:
     assert told < 0.6 * told_of(config_of(tmp_path, None))
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_with_hidden_states_in_host_memory_a_step_takes_what_was_told(
+    tmp_path: Path, tier: Tier
+) -> None:
+    config = config_of(tmp_path, CHUNK).model_copy(update={"boundary_activations": tier})
+    told = told_of(config, tier)
+    model = LemaModel(config)
+    model.initialize_lora()
+    model.skeleton.train()
+    ids = torch.randint(1, 290, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": ids, "labels": ids}] * 2
+    model.adapter.loss(batches).backward()
+    taken = device_bytes(model, batches)
+    # in host memory are the inputs of all layers, and of one its output, of both rows
+    room = model.adapter.activations.room
+    held = sum(len(memory) for memory in room._free)
+    model.close()
+    assert 0.95 * taken <= told <= 1.1 * taken
+    in_host = demand_told(config).in_host
+    assert in_host is not None
+    assert held == in_host.room_bytes == 3 * LENGTH * 128 * 4
+    assert told < told_of(config) - 3 * LENGTH * 128 * 4
+
+
 def test_what_is_no_longer_than_a_chunk_costs_what_it_cost(tmp_path: Path) -> None:
     assert told_of(config_of(tmp_path, LENGTH)) == told_of(config_of(tmp_path, None))
 
@@ -95,21 +126,22 @@ def test_a_limit_of_memory_finds_room_for_rows_in_chunks(tmp_path: Path, limit: 
     model.close()
 
 
-def test_where_only_groups_of_experts_would_fit_memory_is_what_is_short(tmp_path: Path) -> None:
-    """Groups of experts do not go with chunks, so a plan does not choose them."""
+def test_where_only_groups_of_experts_fit_rows_go_in_chunks_through_groups(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
     experts = {"intermediate_size": 512, "num_local_experts": 16, "num_key_value_heads": 4}
     shape = MixtralConfig(vocab_size=96, max_position_embeddings=LENGTH, **sizes | experts)
     model = write_type(shape, tmp_path / "model")
-    options: dict[str, Any] = {"device_memory": "12MB", "loss_chunk_tokens": 64}
+    options: dict[str, Any] = {"loss_chunk_tokens": 64}
     options |= {"batch_size": 1, "max_length": 128, "lora_target_parameters": []}
-    with opened(settings(model, tmp_path, **options)) as whole:
-        assert whole.memory.groups
-    with (
-        opened(settings(model, tmp_path, sequence_chunk=CHUNK, **options)) as cut,
-        pytest.raises(MemoryLimitError),
-    ):
-        assert cut.adapter is not None
+    ids = torch.arange(1, 91).repeat(2)[None, :128]
+    losses = []
+    for limit in ("12MB", None):
+        changes = options | {"device_memory": limit, "sequence_chunk": CHUNK}
+        with opened(settings(model, tmp_path, **changes)) as run:
+            assert bool(run.memory.groups) == (limit is not None)
+            losses.append(run.adapter.loss([{"input_ids": ids, "labels": ids}]).item())
+    in_groups, whole_layers = losses
+    assert in_groups == pytest.approx(whole_layers, rel=1e-6)
 
 
 def notes_of(directory: Path, **changes: Any) -> str:

@@ -40,7 +40,7 @@ def device_bytes(model: LemaModel, micro_batches: Sequence[dict[str, Any]]) -> i
         patch.setattr(backend, "host_buffer", host_buffer)
         # made again, because it holds on to what allocates
         model.adapter.activations.arena.close()
-        patch.setattr(model.adapter.activations.room, "_free", [])
+        patch.setattr(model.adapter.activations.pool, "_free", [])
         return _metered(tally, model, micro_batches).peak
 
 

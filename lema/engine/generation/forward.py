@@ -56,7 +56,7 @@ def leased_forwards(
         return split.call_layer(lease.layer, lease.weights, args, kwargs)
 
     def forward(index: int) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             with _leased(stream, index) as lease:
                 if keys_values == "device":
                     return call(lease, args, kwargs)
@@ -114,7 +114,7 @@ def _long_prompts(split: Split, prefill: Prefill) -> Iterator[None]:
     parameters = signature(forward)
 
     @wraps(forward)
-    def in_chunks(*args: Any, **kwargs: Any) -> Any:
+    def in_chunks(*args: object, **kwargs: object) -> object:
         arguments = named_arguments(parameters, args, kwargs)
         if not prefill.takes(arguments):
             return forward(*args, **kwargs)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
+from transformers.utils import ModelOutput
 
 from lema.engine.engine import Engine
 from lema.engine.head.pieces import PiecedHead
@@ -78,7 +79,7 @@ class Prefill:
         self,
         forward: Callable[..., Any],
         arguments: Mapping[str, Any],
-    ) -> Any:
+    ) -> ModelOutput:
         """Return what the module makes of the prompt.
 
         Args:
@@ -93,6 +94,7 @@ class Prefill:
         split = engine.split
         self._learn()
         passed = _cache_of(arguments)
+        assert passed is None or isinstance(passed, DynamicCache), "the prompt is not taken"
         cache = DynamicCache(config=split.model.config) if passed is None else passed
         chunks = CallChunks(split, forward, arguments, self._size, engine.backend.device)
         rows = chunks.rows(leaves_out_padding=_last_are_tokens(arguments), shares=True)
@@ -105,13 +107,13 @@ class Prefill:
             while states:  # taken out, because the next layer needs the room
                 _hand_over(cache, number, states.pop(), rows.length)
             if self._offloads:
-                cache.layers[number].offload()
+                cache.layers[number].offload()  # type: ignore[no-untyped-call] # transformers' is
         if len(self._layers) == stream.num_visited:  # else the head's pieces come next
             stream.announce(order)
         (hidden,) = in_layers.take()
         result = chunks.finish(hidden)
         for name in CACHES:
-            if name in type(result).__dataclass_fields__:
+            if name in type(result).__dataclass_fields__:  # type: ignore[attr-defined] # it has them
                 result[name] = cache
         return result
 
@@ -152,7 +154,7 @@ def _hand_over(cache: DynamicCache, number: int, left: ChunkStates, length: int)
             cache.update_recurrent_state(state, number, state_idx=int(index))
 
 
-def _cache_of(arguments: Mapping[str, Any]) -> Any:
+def _cache_of(arguments: Mapping[str, Any]) -> Cache | None:
     return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 

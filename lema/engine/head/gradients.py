@@ -44,9 +44,7 @@ class EmbedHead:
     `hidden`: each micro-batch's hidden state before the layers, with its graph where something
     there trains. `calls`: of each layer, the call of each micro-batch. An argument with a graph is
     cut off from it: layers add its gradient to `.grad`, from where it goes on at the end. `outer`:
-    the parameters whose gradients the caller's graph gets; None: all are added to `.grad`.
-    `in_place`: the gradient of what the head is given is written over that, which no parameter of
-    the head that trains needs any more. Its
+    the parameters whose gradients the caller's graph gets; None: all are added to `.grad`. Its
     attribute `sums`: of each of the head's parameters the gradient, summed over the blocks that the
     loss was formed of so far."""
 
@@ -58,11 +56,8 @@ class EmbedHead:
         calls: Sequence[Sequence[LayerCall]],
         trained: Collection[nn.Parameter],
         outer: OuterGradients | None = None,
-        *,
-        in_place: bool = False,
     ) -> None:
         self._loss = loss
-        self._in_place = in_place
         self._outer = outer
         self._backend = backend
         self._hidden = list(hidden)
@@ -104,12 +99,15 @@ class EmbedHead:
         backward = partial(self._start_backward, one_graph=one_graph)
         return detached(lambda *_: alone, backward, anchor, parameters)
 
-    def loss_and_grad(self, index: int, output: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(
+        self, index: int, output: Tensor, *, inplace: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s share of the loss, and its gradient by the last layer's
-        `output`.
+        `output`. `inplace`: the gradient is written over that, which no parameter of the head that
+        trains needs any more.
         """
         state = self._backend.rng_state()
-        options = {"in_place": True} if self._in_place else {}
+        options = {"inplace": True} if inplace else {}
         value, gradient = self.loss.backward(
             index, output, self._formed_at_once, self.sums, **options
         )

@@ -157,18 +157,18 @@ class LossChunks:
         choose: Callable[[frozenset[int]], Sequence[nn.Parameter]],
         sums: dict[nn.Parameter, Tensor],
         *,
-        in_place: bool = False,
+        inplace: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s share of the loss, and the gradient of `scale` times it,
         shaped as `hidden`. Given the leaves of a block's graph, `choose` returns the parameters
-        whose gradients are added up in `sums`. `in_place`: the gradient is written over `hidden`,
+        whose gradients are added up in `sums`. `inplace`: the gradient is written over `hidden`,
         which may be in host memory."""
-        gradient = hidden if in_place else torch.zeros_like(hidden)
+        gradient = hidden if inplace else torch.zeros_like(hidden)
         values = []
         for rows, columns in self._blocks(index):
             with torch.enable_grad():
                 value, leaf = self._chunk(index, hidden, rows, columns)
-                if in_place and not value.requires_grad:
+                if inplace and not value.requires_grad:
                     gradient[rows, columns] = 0
                 if value.requires_grad:
                     # Chosen by the block's graph, because only that says which parameters the head

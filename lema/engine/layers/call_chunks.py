@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from transformers.utils import ModelOutput
 
 from lema.errors import ConfigError
 from lema.model import Split
@@ -104,7 +105,7 @@ class CallChunks:
         rows = self.rows(leaves_out_padding=True, shares=shares)
         return rows.prelude(differentiate=differentiate)
 
-    def finish(self, hidden: Tensor) -> Any:
+    def finish(self, hidden: Tensor) -> ModelOutput:
         """Return what the module makes of the last layer's output, `[rows, sequence, hidden]`."""
         parts = []
         # of tokens alone, because nothing else reaches what comes after the layers
@@ -115,9 +116,10 @@ class CallChunks:
             batch = {name: tensor[:, part] for name, tensor in tokens.items()}
             run = partial(self._call, batch, options)
             parts.append(self._split.finish(hidden[:, part], run))
-        return tree_map(_joined, *parts)
+        output: ModelOutput = tree_map(_joined, *parts)
+        return output
 
-    def _call(self, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> Any:
+    def _call(self, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> object:
         # said again, because calls are made again in the backward, where nothing is set
         enabled = self._ambient is not None
         with torch.autocast(self._device, dtype=self._ambient, enabled=enabled):
@@ -159,6 +161,7 @@ def check_hooks(hooks: object) -> None:
         )
 
 
-def _joined(*parts: Any) -> Any:
+def _joined(*parts: object) -> object:
     """Return what the module has made of all chunks: tensors have a sequence."""
-    return torch.cat(parts, dim=1) if isinstance(parts[0], Tensor) else parts[0]
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    return torch.cat(tensors, dim=1) if tensors else parts[0]

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lema.activations.hoststates import HostRoom
+from lema.activations.hoststates import HostPool
 from lema.engine.engine import Engine
 from lema.model.flow import LayerCall, Suspended
 from lema.model.sequence.cache import StatesComplete
@@ -79,9 +79,9 @@ class ChunkVisit:
         """Return the chunks of a micro-batch of so many tokens, as they lie in its hidden state."""
         return self._call.parts if isinstance(self._call, ChunkedCall) else [Span(0, length)]
 
-    def forward(self, layer_input: Tensor, room: HostRoom | None = None) -> Tensor:
+    def forward(self, layer_input: Tensor, pool: HostPool | None = None) -> Tensor:
         """Return what the layer makes of `[rows, sequence, hidden]`, without a graph; what
-        chunks keep for later ones stays. `room`: where that is put; None: on the device."""
+        chunks keep for later ones stays. `pool`: where that is put; None: on the device."""
         outputs = None
         self._routed.clear()
         for chunk, span in enumerate(self.spans(layer_input.shape[1])):
@@ -93,16 +93,16 @@ class ChunkVisit:
             if outputs is None:
                 shape = (*layer_input.shape[:2], *output.shape[2:])
                 # zeros, because padding may be in no chunk
-                if room is None:
+                if pool is None:
                     outputs = output.new_zeros(shape)
                 else:
-                    outputs = room.take(shape, output.dtype)
+                    outputs = pool.take(shape, output.dtype)
                     outputs[:, : span.start] = 0
             outputs[:, span.slice] = output
             # before the next one, whose memory would be another
             del output
         assert outputs is not None, "a micro-batch has no tokens"
-        if room is not None:
+        if pool is not None:
             outputs[:, span.stop :] = 0
         return outputs
 
@@ -170,7 +170,7 @@ class ChunkVisit:
         *,
         needs: bool,
         sums: GradientSums | None = None,
-        in_place: bool = False,
+        inplace: bool = False,
     ) -> Tensor | None:
         """Recompute and differentiate the chunks in reverse.
 
@@ -180,7 +180,7 @@ class ChunkVisit:
             of_routers: the gradients of what its routers made of it, if somebody asks.
             needs: whether the input's is asked for.
             sums: what else has a gradient; None: it is added to `.grad` of what trains.
-            in_place: write the input's gradient where the output's is, chunk for chunk.
+            inplace: write the input's gradient where the output's is, chunk for chunk.
 
         Returns:
             The input's gradient, `[rows, sequence, hidden]`; None: it is not asked for.
@@ -188,9 +188,9 @@ class ChunkVisit:
         input_gradient = None
         if needs:
             # zeros, because padding may be in no chunk
-            input_gradient = gradient if in_place else torch.zeros_like(layer_input)
+            input_gradient = gradient if inplace else torch.zeros_like(layer_input)
         spans = self.spans(layer_input.shape[1])
-        if input_gradient is not None and in_place:
+        if input_gradient is not None and inplace:
             input_gradient[:, : spans[0].start] = 0
             input_gradient[:, spans[-1].stop :] = 0
         num_rows, length = layer_input.shape[:2]
@@ -215,7 +215,7 @@ class ChunkVisit:
             if input_gradient is not None:
                 assert formed is not None, "a layer's input does not reach its output"
                 # that of rows for which it was not computed is zero, as it is in their sum
-                if in_place and rows.stop is not None:
+                if inplace and rows.stop is not None:
                     input_gradient[:, part] = 0
                 input_gradient[rows, part] = formed
             del output, leaf, formed

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lema.activations.hoststates import HostRoom, HostState
+from lema.activations.hoststates import HostPool, HostState
 from lema.activations.stepstore import StepBoundaries
 from lema.engine.engine import Engine
 from lema.engine.layers.chunk_check import ChunkChecks
@@ -62,7 +62,7 @@ class _SavedRows:
     leaves: Leaves  # for the weights that train
     boundaries: StepBoundaries
     needs_grad: Sequence[bool]
-    room: HostRoom | None  # for the hidden states
+    pool: HostPool | None  # for the hidden states
     # the generator's, of each micro-batch before each chunk
     drawn: list[list[Tensor]] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ class ChunkedLayer:
 
         def run(index: int) -> Tensor | HostState:
             visit = ChunkVisit(engine, self.number, lease.weights, calls[index])
-            output = visit.forward(rows.state(index).detach(), rows.room)
+            output = visit.forward(rows.state(index).detach(), rows.pool)
             visit.note_routers(output, differentiable=False)
             return rows.stored(index, output)
 
@@ -130,7 +130,7 @@ class ChunkedLayer:
         boundaries = saving.boundaries_of(number)
         assert boundaries is not None, "a layer in chunks keeps its graph"
         leaves = engine.trained.leaves(number, lease)
-        saved = _SavedRows(calls, leaves, boundaries, needs_grad, rows.room)
+        saved = _SavedRows(calls, leaves, boundaries, needs_grad, rows.pool)
         weights = {**lease.weights, **leaves}
         outputs = list[Tensor]()
         for index, call in enumerate(calls):
@@ -142,7 +142,7 @@ class ChunkedLayer:
                 call: LayerCall = call, layer_input: Tensor = layer_input
             ) -> tuple[Tensor, list[Tensor]]:
                 visit = ChunkVisit(engine, number, weights, call)
-                output = visit.forward(layer_input, rows.room)
+                output = visit.forward(layer_input, rows.pool)
                 visit.note_routers(output)
                 return output, visit.drawn
 
@@ -178,15 +178,15 @@ class ChunkedLayer:
                 visit.make_states(boundary)
                 output_gradient, *of_routers = gradients[index]
                 needs = saved.needs_grad[index]
-                room = saved.room
-                in_place = room is not None and not again
+                pool = saved.pool
+                inplace = pool is not None and not again
                 input_gradients.append(
                     visit.backward(
-                        boundary, output_gradient, of_routers, needs=needs, in_place=in_place
+                        boundary, output_gradient, of_routers, needs=needs, inplace=inplace
                     )
                 )
-            if room is not None and in_place and not needs:
-                room.give(output_gradient)
+            if pool is not None and inplace and not needs:
+                pool.give(output_gradient)
         return input_gradients
 
     def differentiate(
@@ -224,7 +224,7 @@ class ChunkedLayer:
                 index,
                 rows.states[index],
                 needs=needs_grad[index],
-                room=rows.room,
+                pool=rows.pool,
             )
             drawn = engine.generator_state()
             formed.add(engine.retry.run_forward(self._location, run, drawn, sums))
@@ -241,7 +241,7 @@ class ChunkedLayer:
         state: Tensor,
         *,
         needs: bool,
-        room: HostRoom | None,
+        pool: HostPool | None,
     ) -> TopGradients:
         """Run one micro-batch through the top layer, the head and the loss, and back."""
         engine = self._engine
@@ -249,7 +249,7 @@ class ChunkedLayer:
         trace = engine.stream.trace
         visit = ChunkVisit(engine, top, weights, call)
         with torch.no_grad(), trace.span("forward", f"layer {top}"):
-            output = visit.forward(state.detach(), room)
+            output = visit.forward(state.detach(), pool)
             visit.note_routers(output)
         with engine.retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
             value, gradient = loss_and_grad(index, output)
@@ -274,10 +274,10 @@ class ChunkedLayer:
                 of_routers,
                 needs=needs,
                 sums=sums,
-                in_place=room is not None,
+                inplace=pool is not None,
             )
-        if room is not None and not needs:
-            room.give(gradient)
+        if pool is not None and not needs:
+            pool.give(gradient)
         engine.backend.set_rng_state(after)
         engine.observe(top, [input_gradient] * needs)
         num_adapters = len(trained) - len(leaves)
@@ -289,6 +289,6 @@ class ChunkedLayer:
 
 def _let_go(rows: Rows, index: int) -> None:
     """Give back the room of a hidden state that no layer reads any more."""
-    if rows.room is not None:
-        rows.room.give(rows.states[index])
+    if rows.pool is not None:
+        rows.pool.give(rows.states[index])
         rows.states[index] = rows.states[index].new_empty(0)

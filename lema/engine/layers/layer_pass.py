@@ -50,9 +50,9 @@ class _StartDown:
     hidden: list[Tensor | None]
     of_routers: dict[int, list[list[Tensor | None]]]
 
-    def scale(self, factor: Tensor, *, in_place: bool) -> None:
-        """Multiply them; `in_place`: those of hidden states, which may be in host memory."""
-        if in_place:
+    def scale(self, factor: Tensor, *, inplace: bool) -> None:
+        """Multiply them; `inplace`: those of hidden states, which may be in host memory."""
+        if inplace:
             for gradient in self.hidden:
                 if gradient is not None:
                     gradient.mul_(factor.to(gradient))
@@ -258,7 +258,7 @@ class LayerPass:
             raise ConfigError(what, where="backward", how="form the loss once more")
         self._start = None
         if self._top is not None:
-            start.scale(self._top.backward(gradients[0]), in_place=self._rows.room is not None)
+            start.scale(self._top.backward(gradients[0]), inplace=self._rows.pool is not None)
         return self._down(start.hidden, start.of_routers)
 
     def _down(

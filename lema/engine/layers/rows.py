@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from lema.activations.hoststates import HostRoom, HostState, HostStates, on_device
+from lema.activations.hoststates import HostPool, HostState, HostStates, on_device
 from lema.model.flow import LayerCall
 
 __all__ = ["Calls", "ComputeAs", "Rows"]
@@ -39,7 +39,7 @@ class Rows:
         compute_as: has a layer compute as these rows want it; None: with the adapters that train.
         compiled: whether layers may run compiled.
         host: has hidden states wait in host memory between layers; None: they stay on the device.
-        room: for hidden states, of which each layer has only one chunk on the device; None: they
+        pool: for hidden states, of which each layer has only one chunk on the device; None: they
             are there whole.
     """
 
@@ -50,7 +50,7 @@ class Rows:
     compute_as: ComputeAs | None = None
     compiled: bool = True
     host: HostStates | None = None
-    room: HostRoom | None = None
+    pool: HostPool | None = None
 
     def __len__(self) -> int:
         """How many micro-batches they are."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lema.activations.boundaries import TierName
-from lema.activations.hoststates import HostRoom
+from lema.activations.hoststates import HostPool
 from lema.activations.stepstore import BoundaryArena, SavedGraphs, StepBoundaries, StepGraphs
 from lema.backend import Backend, Carrier
 from lema.backend.torchstreams import TorchCarrier
@@ -68,7 +68,7 @@ class Activations:
 
     Attributes:
         arena: where boundary activations wait.
-        room: has hidden states of which only a chunk is on the device.
+        pool: has hidden states of which only a chunk is on the device.
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
     """
 
@@ -94,7 +94,7 @@ class Activations:
         self.products = frozenset(products)
         carrier: Carrier = TorchCarrier(backend.device, at_once=True) if at_once else backend
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, trace)
-        self.room = HostRoom(carrier)
+        self.pool = HostPool(carrier)
         self.graphs: SavedGraphs | None = None
         if saved_on != "device" and not self._lazy:
             # Because a slot is the host's buffer there, and tensors that come back would lie in it.

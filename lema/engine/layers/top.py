@@ -77,7 +77,8 @@ class TopLayer:
                 layer.differentiate, lease, self._leaves, rows, needs_grad, sums=embed_head.sums
             )
             if self._reference_rows is None:
-                formed = differentiate(embed_head.loss_and_grad)
+                inplace = rows.pool is not None
+                formed = differentiate(partial(embed_head.loss_and_grad, inplace=inplace))
             else:
                 value, gradients, states = self._row_loss(lease, rows, self._reference_rows)
                 after = engine.backend.rng_state()

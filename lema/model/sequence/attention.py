@@ -48,13 +48,13 @@ class Handed(NamedTuple):
     Args:
         keys: all that the chunk attends to, as the layer was given them.
         values: the same.
-        own: keys and values of the chunk itself, with their graph.
+        chunk: keys and values of the chunk itself, with their graph.
         attended: where they are, and the sums of their gradients.
     """
 
     keys: Tensor
     values: Tensor
-    own: tuple[Tensor, Tensor]
+    chunk: tuple[Tensor, Tensor]
     attended: Attended
 
 
@@ -97,15 +97,15 @@ def _attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Compute attention as `transformers`' function for `sdpa` does, with its arguments."""
-    others = options.keys() & {*signature(theirs).parameters, "softcap", "output_attentions"}
+    asked = options.keys() & {*signature(theirs).parameters, "softcap", "output_attentions"}
     groups = getattr(module, "num_key_value_groups", 1)
     if (
         not isinstance(attention_mask, BlockMask)
         or dropout
-        or any(_is_set(options[name]) for name in others - ANSWERED)
+        or any(_is_set(options[name]) for name in asked - ANSWERED)
         or query.shape[1] != groups * key.shape[1]
         or key.shape[1] != value.shape[1]
     ):
@@ -120,10 +120,10 @@ def _attend(
         last = handed()
         memory: _Memory
         if last is not None and key is last.keys and value is last.values:
-            memory, own = last.attended, last.own
+            memory, chunk = last.attended, last.chunk
         else:
-            memory, own = _Given(key, value), (key, value)
-        output = _InBlocks.apply(by_group, *own, memory, attention_mask, scale)  # type: ignore[no-untyped-call] # torch's is
+            memory, chunk = _Given(key, value), (key, value)
+        output = _InBlocks.apply(by_group, *chunk, memory, attention_mask, scale)  # type: ignore[no-untyped-call] # torch's is
     return output.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
@@ -143,12 +143,12 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
     """Return attention `[rows, heads, groups, chunk, width]`, each group in a kernel of torch's."""
     num_queries, num_keys = query.shape[-2], key.shape[-2]
-    given: Any = mask.full()
+    full: Any = mask.full()
     by_order = bias.causal_lower_right(num_queries, num_keys)
-    if torch.equal(given, by_order._materialize(query.device).expand_as(given)):
-        given = by_order
+    if torch.equal(full, by_order._materialize(query.device).expand_as(full)):
+        full = by_order
     of_groups = [
-        scaled_dot_product_attention(group, key, value, attn_mask=given, scale=scale)
+        scaled_dot_product_attention(group, key, value, attn_mask=full, scale=scale)
         for group in query.unbind(2)
     ]
     return torch.stack(of_groups, dim=2)
@@ -207,26 +207,26 @@ class _InBlocks(torch.autograd.Function):
         output, log_sums = map(tiles.joined, merged)
         output = output.to(dtype)
         ctx.save_for_backward(query, output, log_sums)
-        ctx.attention = memory, mask, scale  # type: ignore[attr-defined] # autograd keeps it
+        ctx.attending = memory, mask, scale  # type: ignore[attr-defined] # autograd keeps it
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the queries, and of the chunk's own keys and values."""
-        query, output, log_sums = ctx.saved_tensors
-        memory, mask, scale = ctx.attention
+        query, output, log_sums = ctx.saved_tensors  # type: ignore[attr-defined] # as above
+        memory, mask, scale = ctx.attending  # type: ignore[attr-defined] # as above
         tiles = _Tiles(query)
         dtype = tiles.queries[0].dtype
         # of the softmax: what each score's gradient has less than that of its probability
         shares = (gradient.to(dtype) * output.to(dtype)).sum(-1, keepdim=True)
-        given = map(tiles.cut, (gradient, log_sums, shares))
-        of_query = _differentiated(tiles, memory, mask, scale, *given)
+        in_tiles = map(tiles.cut, (gradient, log_sums, shares))
+        of_query = _differentiated(tiles, memory, mask, scale, *in_tiles)
         of_keys, of_values = memory.own_gradients()
-        wanted = ctx.needs_input_grad
+        needs_grad = ctx.needs_input_grad  # type: ignore[attr-defined] # as above
         return (
-            tiles.joined(of_query).to(query.dtype) if wanted[0] else None,
-            of_keys if wanted[1] else None,
-            of_values if wanted[2] else None,
+            tiles.joined(of_query).to(query.dtype) if needs_grad[0] else None,
+            of_keys if needs_grad[1] else None,
+            of_values if needs_grad[2] else None,
             None,
             None,
             None,

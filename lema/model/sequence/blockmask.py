@@ -70,24 +70,27 @@ class BlockMask(Tensor):
         with unset_fake_temporarily():
             stand_in = torch.empty(1, dtype=torch.bool, device=device).expand(*shape)
             mask = stand_in.as_subclass(BlockMask)
-        mask._make = make
-        mask._all_hidden = {}
+        mask._stand_for(make)
         return mask
+
+    def _stand_for(self, make: Callable[[int, int], Tensor]) -> None:
+        self._make = make
+        self._all_hidden = {}
 
     def hidden(self, start: int, stop: int) -> HiddenKeys:
         """Return which keys from `start` to before `stop` are not seen."""
-        ends = start, stop
-        all_hidden = self._all_hidden.get(ends)
+        bounds = start, stop
+        all_hidden = self._all_hidden.get(bounds)
         if all_hidden is not None:
             return HiddenKeys(all_hidden, None)
         seen = self._make(start, stop)
         # all rows alike
         hidden = ~(seen if seen.stride(0) else seen[:1])
         # Asked once, because a device is waited for.
-        if ends not in self._all_hidden and not isinstance(hidden, FakeTensor):
+        if bounds not in self._all_hidden and not isinstance(hidden, FakeTensor):
             none_seen = bool(hidden.all())
             all_alike = none_seen or not bool(hidden.any())
-            self._all_hidden[ends] = none_seen if all_alike else None
+            self._all_hidden[bounds] = none_seen if all_alike else None
             if all_alike:
                 return HiddenKeys(none_seen, None)
         return HiddenKeys(all=False, mask=hidden)
@@ -99,11 +102,11 @@ class BlockMask(Tensor):
     @classmethod
     def __torch_function__(
         cls,
-        func: Any,
+        func: Callable[..., object],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         """Answer questions about the shape; make the mask for all else."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():

@@ -59,7 +59,7 @@ PADDING = 2  # tokens
 PACK = (0, 1, 0, 1)  # positions of two rows
 
 
-Room: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
+Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 """Makes room, in host memory, for a tensor."""
 
 
@@ -199,16 +199,16 @@ class ChunkedRows:
         if self._division is None:
             return self.spans
         sizes = (span.stop - span.start for span in self.spans)
-        ends = accumulate(sizes, initial=0)
-        return [Span(start, stop) for start, stop in pairwise(ends)]
+        bounds = accumulate(sizes, initial=0)
+        return [Span(start, stop) for start, stop in pairwise(bounds)]
 
-    def prelude(self, *, differentiate: bool = False, room: Room | None = None) -> Prelude:
+    def prelude(self, *, differentiate: bool = False, allocate: Allocate | None = None) -> Prelude:
         """Run the model up to its layers, chunk after chunk; return the hidden state of the whole
         micro-batch, and the call of every layer, which calls it on each chunk.
 
         Args:
             differentiate: let the hidden state keep its graph.
-            room: makes room for the hidden state; None: it is on the device.
+            allocate: makes room for the hidden state; None: it is on the device.
         """
         states = list[Tensor]()
         hidden_bytes = 0
@@ -216,16 +216,16 @@ class ChunkedRows:
         embeddings = self._embeddings(differentiate=differentiate)
         for chunk in range(len(self.spans)):
             front = self.front(chunk, embeddings, differentiate=differentiate)
-            if room is None:
+            if allocate is None:
                 states.append(front.hidden.expand(len(self._tokens), *front.hidden.shape[1:]))
                 hidden_bytes += front.hidden.nbytes
             else:
                 if hidden is None:
                     shape = (len(self._tokens), self.length, *front.hidden.shape[2:])
-                    hidden = room(shape, front.hidden.dtype).zero_()
+                    hidden = allocate(shape, front.hidden.dtype).zero_()
                 hidden[:, self.spans[chunk].slice] = front.hidden
             self._calls[chunk] = front.calls
-            most = MOST_IN_HOST if room is not None else most_of_calls(hidden_bytes)
+            most = MOST_IN_HOST if allocate is not None else most_of_calls(hidden_bytes)
             if self._call_bytes() > most:
                 # What grows with the sequence is made at each visit.
                 self._calls = [None] * len(self.spans)

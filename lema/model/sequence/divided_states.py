@@ -188,17 +188,19 @@ class DividedStates(ChunkStates):
         processes have added in this round and in later ones.
         """
         sums = self._keys.sums(), self._values.sums()
-        own = [each[..., span.slice, :] for each in sums]
+        of_chunk = [summed[..., span.slice, :] for summed in sums]
         if self._trains:  # else no process asks
             parts = [
-                torch.cat([each[..., other.slice, :].flatten() for each in sums])
-                for other in self._row.rounds[self._row.round_of(span)]
+                torch.cat([summed[..., chunk.slice, :].flatten() for summed in sums])
+                for chunk in self._row.rounds[self._row.round_of(span)]
             ]
             total = self._division.group.sum_scattered(parts)
-            flat = total.split([part.numel() for part in own])
-            own = [part.view(shaped.shape) for part, shaped in zip(flat, own, strict=True)]
+            flat = total.split([part.numel() for part in of_chunk])
+            of_chunk = [
+                part.view(shaped.shape) for part, shaped in zip(flat, of_chunk, strict=True)
+            ]
         dtypes = [values.dtype for values in self.between(0, 1)]
-        keys, values = (part.to(dtype) for part, dtype in zip(own, dtypes, strict=True))
+        keys, values = (part.to(dtype) for part, dtype in zip(of_chunk, dtypes, strict=True))
         return keys, values
 
     def _elsewhere(self, owner: int | None) -> bool:

@@ -52,11 +52,11 @@ class DividedRow:
 
     def owner_before(self, span: Span) -> int | None:
         """Return which process has the chunk before one; None: there is none."""
-        return self._owner(lambda other: other.stop == span.start)
+        return self._owner(lambda chunk: chunk.stop == span.start)
 
     def owner_after(self, span: Span) -> int | None:
         """Return which process has the chunk after one; None: there is none."""
-        return self._owner(lambda other: other.start == span.stop)
+        return self._owner(lambda chunk: chunk.start == span.stop)
 
     def _owner(self, is_it: Callable[[Span], bool]) -> int | None:
         return next(

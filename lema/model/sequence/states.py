@@ -104,11 +104,11 @@ class _Buffer:
     def own_gradients(self, span: Span) -> Tensor:
         """Return the sum of the gradients of a chunk's own; it is handed out once."""
         assert self._values is not None, "no chunk has come"
-        own = self.sums()[..., span.slice, :]
+        sums = self.sums()[..., span.slice, :]
         rows = self.rows_at(span.stop)
-        of_chunk = own if rows.stop is None else own.sum(dim=0, keepdim=True)
+        of_chunk = sums if rows.stop is None else sums.sum(dim=0, keepdim=True)
         summed = of_chunk.to(self._values.dtype, copy=True)
-        own.zero_()
+        sums.zero_()
         return summed
 
 
@@ -151,8 +151,8 @@ class Attended:
 
     def block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return some keys and values `[rows, heads, n, width]`, counted from the first."""
-        ends = self._first + start, self._first + stop, self._span.stop
-        return self._keys.between(*ends), self._values.between(*ends)
+        bounds = self._first + start, self._first + stop, self._span.stop
+        return self._keys.between(*bounds), self._values.between(*bounds)
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """Return the sums of the gradients of all that the chunk attends to, to add to."""

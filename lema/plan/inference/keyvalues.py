@@ -147,8 +147,9 @@ class _Runs:
     def of(self, index: int) -> Callable[..., Any]:
         """Return what stands for a layer's forward."""
 
-        def run(*args: Any, **kwargs: Any) -> object:
-            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        def run(*args: object, **kwargs: object) -> object:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            assert isinstance(hidden, Tensor), "a layer is called without hidden states"
             cache_layers = layer_caches(index, args, kwargs)
             alike = (
                 self._kinds[index],

@@ -17,7 +17,7 @@ from torch import Tensor
 from lema.config.units import human_bytes
 from lema.model import Split
 from lema.model.capture import tensors_in
-from lema.model.sequence.chunks import ChunkedRows, most_of_calls
+from lema.model.sequence.chunks import MOST_IN_HOST, ChunkedRows, most_of_calls
 from lema.model.sequence.states import ChunkStates
 from lema.plan.work.meter import Tally, without_values
 from lema.plan.work.workload import LayerWork, MicroBatch, Workload, fake_weights, learn
@@ -27,7 +27,12 @@ __all__ = ["chunks_note", "in_chunks"]
 
 
 def in_chunks(
-    work: Workload, split: Split, layers: Sequence[LayerBytes], batch: MicroBatch
+    work: Workload,
+    split: Split,
+    layers: Sequence[LayerBytes],
+    batch: MicroBatch,
+    *,
+    whole: bool = False,
 ) -> Workload:
     """Return what a micro-batch costs that goes through layers in chunks.
 
@@ -36,6 +41,7 @@ def in_chunks(
         split: the model, whose layers' weights are on `meta`.
         layers: what they have on the device.
         batch: the micro-batch.
+        whole: whether something needs hidden states of whole rows on the device.
 
     Raises:
         ConfigError: the model's layers cannot be cut.
@@ -57,18 +63,44 @@ def in_chunks(
             for tensor in tensors_in(call.captured_values)
             if tally.counts(tensor)
         }
-        works = tuple(
-            _layer_in_chunks(split, work.kinds.index(kind), layers, rows, kind_work, work)
-            for kind, kind_work in enumerate(work.works)
-        )
+        terms = [
+            _terms(split, work.kinds.index(kind), layers, rows, work)
+            for kind in range(len(work.works))
+        ]
+        windows = [kind.window for kind in split.sequence_kinds()]
     # All calls, or those of one chunk at a time.
-    of_all = len(rows.spans) * sum(of_calls.values())
-    call_bytes = of_all if of_all <= most_of_calls(work.hidden_bytes) else 0
-    return replace(
+    of_chunk = sum(of_calls.values())
+    of_all = len(rows.spans) * of_chunk
+    kept = of_all if of_all <= most_of_calls(work.hidden_bytes) else 0
+    seen = [
+        _without_unseen(layer, rows, windows[work.kinds.index(kind)])
+        for kind, layer in enumerate(work.works)
+    ]
+    on_device = replace(
         work,
-        works=works,
-        call_bytes=call_bytes + sum(of_calls.values()),
-        prelude_bytes=2 * work.hidden_bytes + call_bytes + peak,
+        works=tuple(map(_with_rows_on_device, seen, terms)),
+        call_bytes=kept + of_chunk,
+        prelude_bytes=2 * work.hidden_bytes + kept + peak,
+    )
+    if whole or batch.settled or batch.beside or _trains_outside(split):
+        return on_device
+    kept = of_all if of_all <= MOST_IN_HOST else 0
+    in_host = replace(
+        on_device,
+        works=tuple(map(_with_rows_in_host, on_device.works, terms)),
+        hidden_bytes=0,
+        call_bytes=kept + of_chunk,
+        prelude_bytes=kept + peak,
+    )
+    return replace(on_device, in_host=in_host)
+
+
+def _trains_outside(split: Split) -> bool:
+    """Whether a weight outside the layers trains."""
+    of_layers = {id(parameter) for parameter in split.layers.parameters()}
+    return any(
+        parameter.requires_grad and id(parameter) not in of_layers
+        for parameter in split.model.parameters()
     )
 
 
@@ -90,11 +122,11 @@ def chunks_note(batch: MicroBatch, work: Workload | None) -> str | None:
     )
     if work is None:
         return note
-    kept = {
+    sizes = {
         "keys and values": max(layer.keys_values_bytes for layer in work.works),
         "states between chunks": max(layer.handed_on_bytes for layer in work.works),
     }
-    parts = [f"{human_bytes(size // batch.rows)} of {what}" for what, size in kept.items() if size]
+    parts = [f"{human_bytes(size // batch.rows)} of {what}" for what, size in sizes.items() if size]
     return f"{note}; one layer keeps at most {' and '.join(parts)} of it"
 
 
@@ -102,8 +134,8 @@ def chunks_note(batch: MicroBatch, work: Workload | None) -> str | None:
 class ChunkTerms:
     """Bytes on the device in the backward of a layer, of one micro-batch in chunks.
 
-    Each term is one holder of memory: what leaves the device is taken out of `held`, and nothing
-    else changes.
+    Each term is one holder of memory: what leaves the device is taken out of `in_backward`, and
+    nothing else changes.
     """
 
     chunk: int  # what the last chunk's forward and backward take beside the others
@@ -112,9 +144,10 @@ class ChunkTerms:
     states: int  # that chunks have handed on
     input_gradient: int  # of the whole row, put together of those of chunks
     output: int  # of the whole row, in the forward
+    copied: int  # of the part of a layer's input that one chunk is, where the rest is elsewhere
 
     @property
-    def held(self) -> int:
+    def in_backward(self) -> int:
         """Bytes in the backward."""
         return (
             self.chunk + self.keys_values + self.key_gradients + self.states + self.input_gradient
@@ -126,34 +159,35 @@ class ChunkTerms:
         return self.keys_values + self.states + self.output
 
     @property
-    def at_turn(self) -> int:
+    def at_top(self) -> int:
         """Bytes more in the backward of the top layer: what it is given and the gradient of what it
         has made are both there."""
         return self.output
 
 
-def _layer_in_chunks(
-    split: Split,
-    index: int,
-    layers: Sequence[LayerBytes],
-    rows: ChunkedRows,
-    work: LayerWork,
-    workload: Workload,
-) -> LayerWork:
-    """Run two chunks through a layer, the last of them forward and backward."""
-    terms = _terms(split, index, layers, rows, workload)
-    work = _without_unseen(work, rows, split.sequence_kinds()[index].window)
+def _with_rows_on_device(work: LayerWork, terms: ChunkTerms) -> LayerWork:
+    """Return a layer's work in chunks, with hidden states of whole rows on the device."""
     return replace(
         work,
-        working_bytes=terms.held,
+        working_bytes=terms.in_backward,
         forward_bytes=terms.after_forward,
-        turn_bytes=terms.at_turn,
+        top_bytes=terms.at_top,
         product_bytes=0,
         product_flops=0,
         keys_values_bytes=terms.keys_values,
         key_gradient_bytes=terms.key_gradients,
         handed_on_bytes=terms.states,
         chunk_bytes=terms.chunk,
+    )
+
+
+def _with_rows_in_host(work: LayerWork, terms: ChunkTerms) -> LayerWork:
+    """Return the same with one chunk of them on the device; nothing is put together there."""
+    return replace(
+        work,
+        working_bytes=terms.in_backward - terms.input_gradient + terms.copied,
+        forward_bytes=terms.after_forward - terms.output,
+        top_bytes=0,
     )
 
 
@@ -222,6 +256,7 @@ def _terms(
         states=of_one_chunk * (len(rows.spans) - 1),
         input_gradient=hidden.nbytes,
         output=hidden.nbytes,
+        copied=leaf.nbytes,
     )
 
 

@@ -12,7 +12,7 @@ from lema.data.batches import dealt
 from lema.engine.head.objectives import objective_of
 from lema.engine.padding import padding_of
 from lema.errors import ConfigError
-from lema.plan.cost import Demand, LayerCost
+from lema.plan.cost import Demand, LayerCost, RowsInHost
 from lema.plan.machine import Machine
 from lema.plan.work.trainable_bytes import TrainedBytes
 from lema.plan.work.workload import MicroBatch, Workload
@@ -210,7 +210,7 @@ def demand_of(
         parts = (groups or {}).get(index, (layer.nbytes,))
         uploaded = sum(parts) if shared or len(parts) > 1 else layer.upload_bytes
         sizes = (sum(parts), layer.read_bytes, uploaded, saved)
-        forward = spent.forward * (1 if shape is None else 1 + shape.micro_batch.beside)
+        forward = spent.forward * (1 if shape is None else 1 + shape.micro_batch.forward_only)
         seconds = (spent.expand, forward, spent.recompute, spent.backward)
         micro = 0 if workload is None else min(saved, workload.works[kind].saved_bytes)
         gradients = 0 if trained is None else trained.layers[index].nbytes
@@ -227,11 +227,7 @@ def demand_of(
             )
         )
     product = 0.0 if timings is None else times * timings.head / PRODUCTS
-    for piece in pieces:
-        part = product * piece.nbytes / sum(head_piece.nbytes for head_piece in pieces)
-        seconds = (0.0, part, part, part)
-        uploaded = piece.nbytes if shared else piece.upload_bytes
-        costs.append(LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, *seconds))
+    costs += _piece_costs(pieces, product, shared=shared)
     demand = Demand(
         tuple(costs),
         lowest=lowest,
@@ -244,6 +240,17 @@ def demand_of(
     if workload is None or shape is None:
         return demand
     return _with_activations(demand, workload, timings, shape)
+
+
+def _piece_costs(pieces: Sequence[LayerBytes], product: float, *, shared: bool) -> list[LayerCost]:
+    """Return what pieces of the head cost, whose products take `product` seconds together."""
+    costs = []
+    for piece in pieces:
+        part = product * piece.nbytes / sum(head_piece.nbytes for head_piece in pieces)
+        seconds = (0.0, part, part, part)
+        uploaded = piece.nbytes if shared else piece.upload_bytes
+        costs.append(LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, *seconds))
+    return costs
 
 
 def _with_activations(
@@ -264,16 +271,26 @@ def _with_activations(
     else:
         extra_bytes += workload.of(demand.top).gradient_bytes
     # rows beside those that train have their part of the head's forward
-    head_seconds *= 1 + batch.beside / 3
+    head_seconds *= 1 + batch.forward_only / 3
     # in chunks it runs once to form the loss, and again to be differentiated
     if (batch.settled or batch.is_cut) and timings is not None:
         head_seconds += times * timings.layers[workload.kinds[-1]].forward
+    in_host = None
+    if workload.in_host is not None and not demand.pieces:
+        own_bytes = extra_bytes - workload.call_bytes + workload.in_host.call_bytes
+        in_host = RowsInHost(
+            workload.in_host.working_bytes(times),
+            flight_bytes=round(times * own_bytes),
+            # the input of a layer and its output, of one micro-batch; of others one of both
+            room_bytes=hidden + min(hidden, workload.hidden_bytes),
+        )
     return replace(
         demand,
+        in_host=in_host,
         working_bytes=workload.in_pieces(times) if demand.pieces else workload.working_bytes(times),
         # Hidden states of all micro-batches before a layer and after it; of one, the second is in
         # working_bytes.
-        flight_bytes=(2 + batch.beside) * hidden
+        flight_bytes=(2 + batch.forward_only) * hidden
         - min(hidden, workload.hidden_bytes)
         + round(times * extra_bytes),
         boundary_bytes=hidden,

@@ -46,7 +46,8 @@ class MicroBatch:
 
     rows: int
     length: int
-    beside: int = 0  # how many times as many rows go through the layers beside them, forward alone
+    # how many times as many rows go through the layers beside them, forward alone
+    forward_only: int = 0
     # whether the top layer runs twice, because the loss is known only once all rows are
     settled: bool = False
     # whether each is a pack of several, so layers get a mask that says which token sees which
@@ -95,7 +96,7 @@ class LayerWork:
     handed_on_bytes: int = 0
     key_gradient_bytes: int = 0  # the sums of gradients of these keys and values
     chunk_bytes: int = 0  # what one chunk takes beside them, forward and backward
-    turn_bytes: int = 0  # more than `working_bytes`, in the top layer's backward
+    top_bytes: int = 0  # more than `working_bytes`, in the top layer's backward
     square_flops: int = 0  # of all operations, those that grow with the square of a row's length
 
     def at_once(self, times: float) -> int:
@@ -132,6 +133,9 @@ class Workload:
     entered: Exchange  # before the layers
     # the head and the loss in pieces of the vocabulary; None: they are not asked for
     pieces: HeadWork | None = None
+    # the same in device memory, where hidden states wait in host memory but for one chunk of a row,
+    # as inputs of layers do; None: they are whole on the device in any case
+    in_host: Workload | None = None
 
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""
@@ -163,9 +167,9 @@ class Workload:
         to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
         top = self.of(len(self.kinds) - 1)
         at_head = head_bytes - to_come + round(max(times, 1.0) * top.waiting_bytes)
-        at_turn = top.at_once(times) + top.turn_bytes
+        at_top = top.at_once(times) + top.top_bytes
         return max(
-            self.prelude_bytes, at_head, at_turn, *(work.at_once(times) for work in self.works)
+            self.prelude_bytes, at_head, at_top, *(work.at_once(times) for work in self.works)
         )
 
 

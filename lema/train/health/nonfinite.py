@@ -7,7 +7,7 @@ are looked at too. `lema.train.health.stepguard` runs a bad step again for that.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from lema.backend import Replicas
 from lema.engine import StreamedModel
 from lema.errors import NonFiniteError
 from lema.model import Split
+
+Plain = TypeVar("Plain")
 
 
 class HiddenGradients:
@@ -54,7 +56,7 @@ def worst(replicas: Replicas, loss: float) -> float:
     )
 
 
-def of_row(model: StreamedModel, value: Any) -> list[Any]:
+def of_row(model: StreamedModel, value: Plain) -> list[Plain]:
     """Return the plain data of all processes that divide rows with this one, each of which calls
     this.
     """

@@ -114,13 +114,13 @@ class Learner:
             **{
                 "gradient_checkpointing": True,
                 "micro_batch_size": max(1, micro_batch_tokens // longest),
-                "max_length": longest,
                 **settings,
             },
         )
         opened = LemaModel(config, trust_remote_code=trust_remote_code)
         try:
             targets = _begun(opened)
+            longest = _planned_length(opened, longest)
             count, rank = reserve
             reserved = _reserve(opened, count * targets.nbytes(rank))
             opened.allocation  # noqa: B018 - now, because limits that are too small should be known at once
@@ -158,10 +158,7 @@ class Learner:
     @property
     def longest(self) -> int:
         """Tokens of a row, at most."""
-        positions = getattr(
-            self._opened.skeleton.config.get_text_config(), "max_position_embeddings", None
-        )
-        return min(self._longest, positions or self._longest)
+        return self._longest
 
     def close(self) -> None:
         """Stop reading and free the memory."""
@@ -314,6 +311,17 @@ class Learner:
                 end_first=first_lease.close,
             )
             return layer_pass.hidden_states()
+
+
+def _planned_length(opened: LemaModel, longest: int) -> int:
+    """Plan memory for rows of so many tokens, or as many as the model was made for, unless the
+    settings say another length; return the number.
+    """
+    config = opened.skeleton.config.get_text_config()
+    most = min(longest, getattr(config, "max_position_embeddings", None) or longest)
+    if opened.config.max_length is None:
+        opened.choose_settings({"max_length": most})
+    return most
 
 
 def _begun(opened: LemaModel) -> Targets:

@@ -218,6 +218,23 @@ def test_texts_are_sampled_by_the_model_itself(client: Client, checkpoint_of: Ch
     assert greedy[0, len(prompt) :].tolist() == texts["base"][0]
 
 
+def test_texts_differ_unless_they_have_one_seed(client: Client) -> None:
+    session = client.session()
+    made = client.post(
+        "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="tiny"
+    ).json["sampling_session_id"]
+    prompt = {"chunks": [{"tokens": [5, 6, 7], "type": "encoded_text"}]}
+    texts = []
+    for number, seed in enumerate([None, None, 3, 3]):
+        params = {"max_tokens": 12, "seed": seed, "stop": []}
+        asked = {"seq_id": number, "prompt": prompt, "sampling_params": params}
+        sampled = client.result(client.post("asample", sampling_session_id=made, **asked))
+        message = _message("SampleResponse").FromString(sampled.body)
+        texts.append(np.frombuffer(message.sequences[0].tokens, dtype="<i4").tolist())
+    assert texts[0] != texts[1]
+    assert texts[2] == texts[3]
+
+
 def test_the_page_and_the_metrics_count(client: Client) -> None:
     model = client.model(client.session())
     client.train(model, 1, data(1))

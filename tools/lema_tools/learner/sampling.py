@@ -1,5 +1,6 @@
 """Texts that clients ask for: of a server of vLLM that was named, or by LEMA's own generation."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,8 +158,9 @@ class OwnSampler:
             options |= {"stop_strings": stops, "tokenizer": learner.opened.tokenizer}
         options["eos_token_id"] = eos or None
         with torch.no_grad(), torch.random.fork_rng(devices=()):
-            if asked.seed is not None:
-                torch.manual_seed(asked.seed % 2**63)
+            # because the fork begins with the same state each time
+            seed = secrets.randbits(63) if asked.seed is None else asked.seed
+            torch.manual_seed(seed % 2**63)
             with computing_with(adapter, [learner.opened.skeleton]):
                 made = model.generate(input_ids=ids, **options)
         logprobs = torch.stack(made.logits, dim=1).float().log_softmax(-1)
