@@ -82,7 +82,7 @@ def in_chunks(
         call_bytes=kept + of_chunk,
         prelude_bytes=2 * work.hidden_bytes + kept + peak,
     )
-    if whole or batch.settled or batch.beside or _trains_outside(split):
+    if whole or batch.settled or batch.forward_only or _trains_outside(split):
         return on_device
     kept = of_all if of_all <= MOST_IN_HOST else 0
     in_host = replace(
