@@ -233,3 +233,45 @@ def test_a_request_that_is_not_finite_leaves_the_others(learner: Learner) -> Non
     for name, gradient in before.items():
         assert torch.equal(after[name], gradient), name
         assert torch.equal(gradients(learner, "two")[name], gradient), name
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_long_rows_in_chunks_learn_the_same(checkpoint_of: CheckpointOf, architecture: str) -> None:
+    directory = checkpoint_of(architecture).streamed
+    requests = [
+        AdapterRows("a0", data(1, (40, 9, 33)), "cross_entropy"),
+        AdapterRows("a1", data(2, (20, 5)), "cross_entropy"),
+    ]
+    made = []
+    for settings in ({}, {"sequence_chunk": 7}):
+        learner = open_learner(directory, **settings)
+        for index, spec in enumerate(SPECS[:2]):
+            learner.add(f"a{index}", spec)
+        # a step before, because the gradients of A are zero without one
+        learner.run(requests)
+        for name in learner.adapters:
+            learner.step(name, ADAM)
+        joined = learner.run(requests)
+        gradients = gradients_of(learner)
+        for request, scored in zip(requests, joined, strict=True):
+            learner.adapters[request.adapter].drop_gradients()
+            (alone,) = learner.run([request])
+            assert all(map(torch.equal, alone.logprobs, scored.logprobs))
+        assert all(map(torch.equal, gradients, gradients_of(learner)))
+        made.append(([row for scored in joined for row in scored.logprobs], gradients))
+        learner.close()
+    (logprobs, gradients), (in_chunks, gradients_in_chunks) = made
+    torch.testing.assert_close(in_chunks, logprobs, rtol=1e-5, atol=1e-5)
+    for own, expected in zip(gradients_in_chunks, gradients, strict=True):
+        torch.testing.assert_close(own, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def gradients_of(learner: Learner) -> list[Tensor]:
+    """Copies of the gradients of all adapters."""
+    parameters = [p for adapter in learner.adapters.values() for p in adapter.parameters.values()]
+    return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+
+
+def test_a_learner_is_told_how_long_a_chunk_is(checkpoint_of: CheckpointOf) -> None:
+    with pytest.raises(ConfigError, match="does not choose how long a chunk is"):
+        open_learner(checkpoint_of("llama").streamed, sequence_chunk="auto")
