@@ -1180,8 +1180,14 @@ Overhead.sig = ["workspaces", "block"];
 Overhead.fields = Overhead.sig;
 Overhead.prototype.rounding.sig = ["tensors", "parts"];
 const NO_OVERHEAD = new Overhead();
+class RowsInHost {
+constructor(working_bytes, flight_bytes, host_bytes) { this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.host_bytes = host_bytes; }
+}
+RowsInHost.isClass = true;
+RowsInHost.sig = ["working_bytes", "flight_bytes", "host_bytes"];
+RowsInHost.fields = RowsInHost.sig;
 class Demand {
-constructor(layers, lowest = 0, outside_bytes = 0, buffer_bytes = 0, adapter_bytes = 0, working_bytes = 0, flight_bytes = 0, expanded_bytes = 0, boundary_bytes = 0, micro_boundary_bytes = 0, head_seconds = 0.0, outside_seconds = 0.0, gathered_bytes = 0, processes = 1, shared = false, training = new HostTraining(), pieces = 0, row_bytes = 0, overhead = NO_OVERHEAD) { this.layers = layers; this.lowest = lowest; this.outside_bytes = outside_bytes; this.buffer_bytes = buffer_bytes; this.adapter_bytes = adapter_bytes; this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.expanded_bytes = expanded_bytes; this.boundary_bytes = boundary_bytes; this.micro_boundary_bytes = micro_boundary_bytes; this.head_seconds = head_seconds; this.outside_seconds = outside_seconds; this.gathered_bytes = gathered_bytes; this.processes = processes; this.shared = shared; this.training = training; this.pieces = pieces; this.row_bytes = row_bytes; this.overhead = overhead; }
+constructor(layers, lowest = 0, outside_bytes = 0, buffer_bytes = 0, adapter_bytes = 0, working_bytes = 0, flight_bytes = 0, expanded_bytes = 0, boundary_bytes = 0, micro_boundary_bytes = 0, head_seconds = 0.0, outside_seconds = 0.0, gathered_bytes = 0, processes = 1, shared = false, training = new HostTraining(), pieces = 0, row_bytes = 0, overhead = NO_OVERHEAD, in_host = null) { this.layers = layers; this.lowest = lowest; this.outside_bytes = outside_bytes; this.buffer_bytes = buffer_bytes; this.adapter_bytes = adapter_bytes; this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.expanded_bytes = expanded_bytes; this.boundary_bytes = boundary_bytes; this.micro_boundary_bytes = micro_boundary_bytes; this.head_seconds = head_seconds; this.outside_seconds = outside_seconds; this.gathered_bytes = gathered_bytes; this.processes = processes; this.shared = shared; this.training = training; this.pieces = pieces; this.row_bytes = row_bytes; this.overhead = overhead; this.in_host = in_host; }
 get top() {
 const self = this;
 return py.sub(py.len(self.layers), 1);
@@ -1231,7 +1237,7 @@ return (py.t(self.gathered_bytes) ? self.processes : 1);
 }
 }
 Demand.isClass = true;
-Demand.sig = ["layers", "lowest", "outside_bytes", "buffer_bytes", "adapter_bytes", "working_bytes", "flight_bytes", "expanded_bytes", "boundary_bytes", "micro_boundary_bytes", "head_seconds", "outside_seconds", "gathered_bytes", "processes", "shared", "training", "pieces", "row_bytes", "overhead"];
+Demand.sig = ["layers", "lowest", "outside_bytes", "buffer_bytes", "adapter_bytes", "working_bytes", "flight_bytes", "expanded_bytes", "boundary_bytes", "micro_boundary_bytes", "head_seconds", "outside_seconds", "gathered_bytes", "processes", "shared", "training", "pieces", "row_bytes", "overhead", "in_host"];
 Demand.fields = Demand.sig;
 Demand.prototype.total.sig = ["what", "numbers"];
 class Speeds {
@@ -1257,6 +1263,9 @@ return new Map([]);
 }
 gone = py.sorted(py.intersection(allocation.saved, demand.keeping));
 return new Map((() => { const made$ = []; for (const t14 of py.iter(gone)) { const index = t14; made$.push([index, py.add(py.item(demand.layers, index).saved_bytes, demand.boundary_bytes)]); } return made$; })());
+}, ["demand", "allocation"]);
+const rows_in_host = py.named(function(demand, allocation) {
+return (py.eq(allocation.boundaries, "device") ? null : demand.in_host);
 }, ["demand", "allocation"]);
 const _away = py.named(function(demand, allocation) {
 if (py.eq(allocation.boundaries, "device")) {
@@ -1349,7 +1358,7 @@ waiting = py.add(py.call(_away, [demand, allocation]), py.sum(py.values(py.call(
 gradients = py.sum((function*(t27) { for (const t28 of t27) { const layer = t28; yield layer.gradient_bytes; } })(py.iter(demand.layers)));
 return new Traffic(read, py.add(uploaded, py.mul(steps, waiting)), py.mul(steps, py.add(gradients, waiting)));
 }, ["demand", "allocation", "steps", "rewritten"]);
-return {Allocation, Demand, HostTraining, LayerCost, NO_OVERHEAD, Overhead, Phase, Speeds, Tier, Traffic, _away, crossover, down_seconds, fetches, group_numbers, phases, saved_elsewhere, seconds, traffic, waiting_bytes};
+return {Allocation, Demand, HostTraining, LayerCost, NO_OVERHEAD, Overhead, Phase, RowsInHost, Speeds, Tier, Traffic, _away, crossover, down_seconds, fetches, group_numbers, phases, rows_in_host, saved_elsewhere, seconds, traffic, waiting_bytes};
 })();
 const lema_plan_memory = (() => {
 const boundaries_in_host = lema_activations_boundaries.boundaries_in_host;
@@ -1358,25 +1367,29 @@ const graphs_in_host = lema_activations_stepstore.graphs_in_host;
 const graphs_on_device = lema_activations_stepstore.graphs_on_device;
 const Allocation = lema_plan_cost.Allocation;
 const Demand = lema_plan_cost.Demand;
+const rows_in_host = lema_plan_cost.rows_in_host;
 const saved_elsewhere = lema_plan_cost.saved_elsewhere;
 const waiting_bytes = lema_plan_cost.waiting_bytes;
 const ring_bytes = lema_stream_ring.ring_bytes;
 const OF_LAYERS = ["slots", "residents"];
 const ADDED_TO = ["boundaries", "saved"];
 const device_parts = py.named(function(demand, allocation) {
-let tensors;
-tensors = new Map([["slots", py.call(_ring, [demand, allocation], {skip_cached: demand.shared})], ["residents", py.sum((function*(t1) { for (const t2 of t1) { const index = t2; yield py.item(demand.layers, index).slot_bytes; } })(py.iter(allocation.residents)))], ["outside", py.add(demand.outside_bytes, demand.buffer_bytes)], ["adapters", demand.adapter_bytes], ["gradients", demand.gradient_bytes], ["working", py.bound(demand, 'working_bytes')], ["flight", demand.flight_bytes], ["expanded", demand.expanded_bytes], ["gathered", demand.gathered_bytes], ["boundaries", py.call(_boundaries_on_device, [demand, allocation])], ["saved", py.call(_saved_on_device, [demand, allocation])]]);
+let rows, tensors;
+rows = py.either(py.call(rows_in_host, [demand, allocation]), () => demand);
+tensors = new Map([["slots", py.call(_ring, [demand, allocation], {skip_cached: demand.shared})], ["residents", py.sum((function*(t1) { for (const t2 of t1) { const index = t2; yield py.item(demand.layers, index).slot_bytes; } })(py.iter(allocation.residents)))], ["outside", py.add(demand.outside_bytes, demand.buffer_bytes)], ["adapters", demand.adapter_bytes], ["gradients", demand.gradient_bytes], ["working", py.bound(rows, 'working_bytes')], ["flight", rows.flight_bytes], ["expanded", demand.expanded_bytes], ["gathered", demand.gathered_bytes], ["boundaries", py.call(_boundaries_on_device, [demand, allocation])], ["saved", py.call(_saved_on_device, [demand, allocation])]]);
 return new Map([...tensors, ["workspaces", py.call(_workspaces, [demand, allocation, tensors])]]);
 }, ["demand", "allocation"]);
 const host_parts = py.named(function(demand, allocation) {
-let cached, count, saved, tier, training, waiting;
+let cached, count, in_host, rows_bytes, saved, tier, training, waiting;
 tier = allocation.boundaries;
 waiting = py.call(waiting_bytes, [demand, allocation]);
+in_host = py.call(rows_in_host, [demand, allocation]);
+rows_bytes = ((in_host == null) ? 0 : in_host.host_bytes);
 saved = py.sum(py.values(py.call(saved_elsewhere, [demand, allocation])));
 training = demand.training;
 count = demand.processes;
 cached = py.sum((function*(t3) { for (const t4 of t3) { const index = t4; yield py.item(demand.layers, index).slot_bytes; } })(py.iter(allocation.host_cached)));
-return new Map([["ring", py.mul(count, py.call(_ring, [demand, allocation], {skip_cached: true}))], ["cached", py.mul(demand.host_copies, cached)], ["boundaries", py.mul(count, py.call(boundaries_in_host, [tier, waiting, demand.micro_boundary_bytes]))], ["saved", py.mul(count, py.call(graphs_in_host, [allocation.saved_on, saved]))], ["masters", py.mul(count, training.masters)], ["moments", py.mul(count, training.moments)], ["waiting", py.mul(count, training.gradients)], ["stepping", py.mul(count, training.stepping)]]);
+return new Map([["ring", py.mul(count, py.call(_ring, [demand, allocation], {skip_cached: true}))], ["cached", py.mul(demand.host_copies, cached)], ["boundaries", py.mul(count, py.add(rows_bytes, py.call(boundaries_in_host, [tier, waiting, demand.micro_boundary_bytes])))], ["saved", py.mul(count, py.call(graphs_in_host, [allocation.saved_on, saved]))], ["masters", py.mul(count, training.masters)], ["moments", py.mul(count, training.moments)], ["waiting", py.mul(count, training.gradients)], ["stepping", py.mul(count, training.stepping)]]);
 }, ["demand", "allocation"]);
 const _ring = py.named(function(demand, allocation, skip_cached) {
 let in_memory, through;
@@ -1389,7 +1402,10 @@ let kept, own_bytes, waiting, with_graphs;
 waiting = py.call(waiting_bytes, [demand, allocation]);
 kept = py.intersection(allocation.saved, demand.keeping);
 with_graphs = py.sub(py.len(kept), py.len(py.call(saved_elsewhere, [demand, allocation])));
+own_bytes = 0;
+if ((py.call(rows_in_host, [demand, allocation]) == null)) {
 own_bytes = py.call(boundaries_on_device, [allocation.boundaries, waiting, demand.micro_boundary_bytes]);
+}
 return py.add(own_bytes, py.mul(with_graphs, demand.boundary_bytes));
 }, ["demand", "allocation"]);
 const _saved_on_device = py.named(function(demand, allocation) {
@@ -1697,7 +1713,7 @@ HeadWork.isClass = true;
 HeadWork.sig = ["flops", "working_bytes", "exchange", "waiting_bytes"];
 HeadWork.fields = HeadWork.sig;
 class Workload {
-constructor(kinds, works, head, hidden_bytes, call_bytes, prelude_bytes, state_bytes, starts_below, entered, pieces = null) { this.kinds = kinds; this.works = works; this.head = head; this.hidden_bytes = hidden_bytes; this.call_bytes = call_bytes; this.prelude_bytes = prelude_bytes; this.state_bytes = state_bytes; this.starts_below = starts_below; this.entered = entered; this.pieces = pieces; }
+constructor(kinds, works, head, hidden_bytes, call_bytes, prelude_bytes, state_bytes, starts_below, entered, pieces = null, in_host = null) { this.kinds = kinds; this.works = works; this.head = head; this.hidden_bytes = hidden_bytes; this.call_bytes = call_bytes; this.prelude_bytes = prelude_bytes; this.state_bytes = state_bytes; this.starts_below = starts_below; this.entered = entered; this.pieces = pieces; this.in_host = in_host; }
 of(layer) {
 const self = this;
 return py.item(self.works, py.item(self.kinds, layer));
@@ -1726,7 +1742,7 @@ return py.max(self.prelude_bytes, at_head, at_top, ...py.iter((function*(t3) { f
 }
 }
 Workload.isClass = true;
-Workload.sig = ["kinds", "works", "head", "hidden_bytes", "call_bytes", "prelude_bytes", "state_bytes", "starts_below", "entered", "pieces"];
+Workload.sig = ["kinds", "works", "head", "hidden_bytes", "call_bytes", "prelude_bytes", "state_bytes", "starts_below", "entered", "pieces", "in_host"];
 Workload.fields = Workload.sig;
 Workload.prototype.of.sig = ["layer"];
 Workload.prototype.working_bytes.sig = ["times"];
@@ -1747,6 +1763,7 @@ const padding_of = stubs.padding_of;
 const ConfigError = stubs.ConfigError;
 const Demand = lema_plan_cost.Demand;
 const LayerCost = lema_plan_cost.LayerCost;
+const RowsInHost = lema_plan_cost.RowsInHost;
 const Machine = lema_plan_machine.Machine;
 const TrainedBytes = stubs.TrainedBytes;
 const MicroBatch = lema_plan_work_workload.MicroBatch;
@@ -1892,7 +1909,7 @@ py.append(costs, new LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, ...p
 return costs;
 }, ["pieces", "product", "shared"]);
 const _with_activations = py.named(function(demand, workload, timings, shape) {
-let batch, extra_bytes, head_seconds, hidden, states, times;
+let batch, extra_bytes, head_seconds, hidden, in_host, own_bytes, states, times;
 times = shape.num_micro_batches;
 batch = shape.micro_batch;
 hidden = py.round(py.mul(times, workload.hidden_bytes));
@@ -1909,7 +1926,12 @@ head_seconds = py.mul(head_seconds, py.add(1, py.div(batch.forward_only, 3)));
 if (((py.t(batch.settled) || py.t(batch.is_cut)) && (timings != null))) {
 head_seconds = py.add(head_seconds, py.mul(times, py.item(timings.layers, py.item(workload.kinds, (-1))).forward));
 }
-return py.replace(demand, {working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.forward_only), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
+in_host = null;
+if (((workload.in_host != null) && !py.t(demand.pieces))) {
+own_bytes = py.add(py.sub(extra_bytes, workload.call_bytes), workload.in_host.call_bytes);
+in_host = py.call(RowsInHost, [workload.in_host.working_bytes(times)], {flight_bytes: py.round(py.mul(times, own_bytes)), host_bytes: py.add(hidden, py.min(hidden, workload.hidden_bytes))});
+}
+return py.replace(demand, {in_host: in_host, working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.forward_only), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
 }, ["demand", "workload", "timings", "shape"]);
 return {LayerSeconds, PRODUCTS, StepShape, Timings, _piece_costs, _with_activations, by_arithmetic, demand_of, micro_batch_of, rows_each, step_shape, tokens_at_once};
 })();
@@ -3296,7 +3318,7 @@ return planner.fits(planner.demand(shape, py.call(_of_rows, [one_row, two, rows,
 return py.call(_largest, [fits, py.floordiv(MOST_TOKENS, micro_batch.length)]);
 }, ["planner"]);
 const _of_rows = py.named(function(one_row, two, rows, rows_at_once) {
-let chunk, more, pieces, workload;
+let chunk, in_host, more, pieces, workload;
 workload = py.call(_grown, [one_row, two, rows]);
 chunk = py.call(_grown, [one_row, two, py.min(rows, rows_at_once)]);
 pieces = workload.pieces;
@@ -3304,7 +3326,11 @@ if (((pieces != null) && (chunk.pieces != null))) {
 more = py.sub(pieces.waiting_bytes, chunk.pieces.waiting_bytes);
 pieces = py.replace(pieces, {working_bytes: py.add(py.bound(chunk.pieces, 'working_bytes'), more)});
 }
-return py.replace(workload, {head: chunk.head, pieces: pieces});
+in_host = workload.in_host;
+if ((in_host != null)) {
+in_host = py.replace(in_host, {head: chunk.head});
+}
+return py.replace(workload, {head: chunk.head, pieces: pieces, in_host: in_host});
 }, ["one_row", "two", "rows", "rows_at_once"]);
 const _grown = py.named(function(one_row, two, rows) {
 let description, first, grown, kind, second;

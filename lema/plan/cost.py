@@ -158,7 +158,7 @@ class RowsInHost:
 
     working_bytes: int  # on the device, in the place of those of the demand
     flight_bytes: int  # likewise
-    room_bytes: int  # in host memory
+    host_bytes: int  # in host memory
 
 
 @dataclass(frozen=True)

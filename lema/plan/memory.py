@@ -45,7 +45,7 @@ def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     tier = allocation.boundaries
     waiting = waiting_bytes(demand, allocation)
     in_host = rows_in_host(demand, allocation)
-    room = 0 if in_host is None else in_host.room_bytes
+    rows_bytes = 0 if in_host is None else in_host.host_bytes
     saved = sum(saved_elsewhere(demand, allocation).values())
     training = demand.training
     count = demand.processes
@@ -54,7 +54,7 @@ def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
         "ring": count * _ring(demand, allocation, skip_cached=True),
         "cached": demand.host_copies * cached,
         "boundaries": count
-        * (room + boundaries_in_host(tier, waiting, demand.micro_boundary_bytes)),
+        * (rows_bytes + boundaries_in_host(tier, waiting, demand.micro_boundary_bytes)),
         "saved": count * graphs_in_host(allocation.saved_on, saved),
         "masters": count * training.masters,
         "moments": count * training.moments,

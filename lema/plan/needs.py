@@ -134,8 +134,8 @@ class Planner:
                 factor = batch.length / short.length
                 work = lengthened(self._run(short, chunk), self._run(double, chunk), factor)
                 config = self.config
-                whole = config.cache_frozen_prefix or config.context_parallel_size is not None
-                work = in_chunks(work, drawn.split, drawn.layers, batch, whole=whole)
+                on_device = config.cache_frozen_prefix or config.context_parallel_size is not None
+                work = in_chunks(work, drawn.split, drawn.layers, batch, rows_on_device=on_device)
             else:
                 work = self._run(replace(batch, chunk=None), chunk)
             self.workload_cache[key] = work

@@ -103,13 +103,13 @@ def test_with_hidden_states_in_host_memory_a_step_takes_what_was_told(
     model.adapter.loss(batches).backward()
     taken = device_bytes(model, batches)
     # in host memory are the inputs of all layers, and of one its output, of both rows
-    room = model.adapter.activations.room
-    held = sum(len(memory) for memory in room._free)
+    pool = model.adapter.activations.pool
+    held = sum(len(memory) for memory in pool._free)
     model.close()
     assert 0.95 * taken <= told <= 1.1 * taken
     in_host = demand_told(config).in_host
     assert in_host is not None
-    assert held == in_host.room_bytes == 3 * LENGTH * 128 * 4
+    assert held == in_host.host_bytes == 3 * LENGTH * 128 * 4
     assert told < told_of(config) - 3 * LENGTH * 128 * 4
 
 

@@ -32,7 +32,7 @@ def in_chunks(
     layers: Sequence[LayerBytes],
     batch: MicroBatch,
     *,
-    whole: bool = False,
+    rows_on_device: bool = False,
 ) -> Workload:
     """Return what a micro-batch costs that goes through layers in chunks.
 
@@ -41,7 +41,7 @@ def in_chunks(
         split: the model, whose layers' weights are on `meta`.
         layers: what they have on the device.
         batch: the micro-batch.
-        whole: whether something needs hidden states of whole rows on the device.
+        rows_on_device: whether something needs hidden states of whole rows on the device.
 
     Raises:
         ConfigError: the model's layers cannot be cut.
@@ -71,7 +71,7 @@ def in_chunks(
     # All calls, or those of one chunk at a time.
     of_chunk = sum(of_calls.values())
     of_all = len(rows.spans) * of_chunk
-    kept = of_all if of_all <= most_of_calls(work.hidden_bytes) else 0
+    stored = of_all if of_all <= most_of_calls(work.hidden_bytes) else 0
     seen = [
         _without_unseen(layer, rows, windows[work.kinds.index(kind)])
         for kind, layer in enumerate(work.works)
@@ -79,18 +79,18 @@ def in_chunks(
     on_device = replace(
         work,
         works=tuple(map(_with_rows_on_device, seen, terms)),
-        call_bytes=kept + of_chunk,
-        prelude_bytes=2 * work.hidden_bytes + kept + peak,
+        call_bytes=stored + of_chunk,
+        prelude_bytes=2 * work.hidden_bytes + stored + peak,
     )
-    if whole or batch.settled or batch.forward_only or _trains_outside(split):
+    if rows_on_device or batch.settled or batch.forward_only or _trains_outside(split):
         return on_device
-    kept = of_all if of_all <= MOST_IN_HOST else 0
+    stored = of_all if of_all <= MOST_IN_HOST else 0
     in_host = replace(
         on_device,
         works=tuple(map(_with_rows_in_host, on_device.works, terms)),
         hidden_bytes=0,
-        call_bytes=kept + of_chunk,
-        prelude_bytes=kept + peak,
+        call_bytes=stored + of_chunk,
+        prelude_bytes=stored + peak,
     )
     return replace(on_device, in_host=in_host)
 

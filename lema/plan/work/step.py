@@ -282,7 +282,7 @@ def _with_activations(
             workload.in_host.working_bytes(times),
             flight_bytes=round(times * own_bytes),
             # the input of a layer and its output, of one micro-batch; of others one of both
-            room_bytes=hidden + min(hidden, workload.hidden_bytes),
+            host_bytes=hidden + min(hidden, workload.hidden_bytes),
         )
     return replace(
         demand,
