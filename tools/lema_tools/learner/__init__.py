@@ -53,10 +53,9 @@ def serve_learner(
     max_rank: Annotated[
         int, typer.Option(min=1, max=4096, help="Rank of an adapter, at most.")
     ] = 64,
-    head: Annotated[
-        bool,
-        typer.Option("--head/--no-head", help="Whether adapters adapt the head where clients ask."),
-    ] = True,
+    no_head: Annotated[
+        bool, typer.Option("--no-head", help="Adapters leave the head out, also where clients ask.")
+    ] = False,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens of a row, at most.")] = 4096,
     micro_batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens that are computed at once; a row is not divided.")
@@ -101,7 +100,7 @@ def serve_learner(
         name=name or model,
         server=_sampler(sampler),
         adapters=adapters,
-        limits=Limits(rank=max_rank, head=head),
+        limits=Limits(rank=max_rank, head=not no_head),
         max_length=max_length,
         micro_batch_tokens=micro_batch_tokens,
         pass_tokens=pass_tokens,
