@@ -3110,6 +3110,7 @@ const with_adapter = stubs.with_adapter;
 const ModelFiles = stubs.ModelFiles;
 const training_rows = stubs.training_rows;
 const main_dtype = stubs.main_dtype;
+const uncounted = stubs.uncounted;
 const Allocation = lema_plan_cost.Allocation;
 const crossover = lema_plan_cost.crossover;
 const phases = lema_plan_cost.phases;

@@ -68,8 +68,8 @@ def lora_config(
     """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685) of a
     model without adapters. `ConfigError`: PEFT refuses the options. `alpha`: the adapter's output
     is scaled by `alpha / rank`. `targets`: module names, or a regular expression over full names;
-    None: `default_targets`, and experts; "peft": `peft_targets`. `opens_towers`: images are read, so
-    that targets which the user names are adapted in towers too, as PEFT does."""
+    None: `default_targets`, and experts; "peft": `peft_targets`. `opens_towers`: images are
+    read, so that targets which the user names are adapted in towers too, as PEFT does."""
     if targets is None:
         chosen: list[str] | str = default_targets(model)
     elif targets == OF_PEFT:

@@ -20,6 +20,7 @@ from lema.errors import ConfigError, MemoryLimitError
 from lema.lora.files import with_adapter
 from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
+from lema.model.towers.stacks import uncounted
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
 from lema.plan.divided_rows import divided_note
 from lema.plan.groups import ExpertSummary, expert_summary
@@ -548,6 +549,7 @@ def _notes(planner: Planner) -> tuple[str, ...]:
     notes = [planner.machine_state.machine.note] * bool(planner.machine_state.machine.note)
     notes += _of_published_weights(planner.blueprint.layers)
     notes += planner.blueprint.notes
+    notes += uncounted(planner.config)
     notes += beyond_positions(planner.blueprint.model.config, planner.config)
     itemsize = main_dtype(planner.blueprint.model).itemsize
     if note := divided_note(planner.config, planner.shape.micro_batch, planner.workload, itemsize):

@@ -25,6 +25,7 @@ from transformers import AutoConfig
 
 import lema
 from lema.storage.modelfiles import load_processor
+from lema_tools.generation.images import in_place
 
 NEW = 6
 Directories = Callable[[str], Path]
@@ -165,6 +166,13 @@ def test_an_image_that_cannot_be_used_is_refused(
     arguments = ["--image", image, "--prompt", words(1, 2), *options]
     assert command("generate", directory / "adapter", *arguments) == 3
     assert said in capfd.readouterr().err
+
+
+def test_an_image_is_named_by_path_or_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = str(tmp_path / "one.png")
+    assert [in_place(name) for name in ("one.png", file, f"file://{file}")] == [file] * 3
+    assert in_place("https://a.b/one.png") == "https://a.b/one.png"
 
 
 def test_images_stand_in_chats_alone(trained: Directories, capfd: Any) -> None:

@@ -35,6 +35,7 @@ from transformers import LlamaConfig, Phi3Config, PreTrainedConfig
 from lema import LemaModel
 from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError
+from lema.model.sequence.chunks import ChunkedRows
 from lema.plan.work.meter import Tally
 
 CheckpointOf = Callable[..., Checkpoint]
@@ -227,6 +228,43 @@ def test_settings_of_memory_and_of_what_trains(
         draw_b(model.lora_manager)
         expected = streamed_step(model, batches)
     assert_close(chunked_step(checkpoint, batches, **settings), expected)
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_prompt_that_rows_share_wherever_their_inputs_wait(
+    checkpoint_of: CheckpointOf, name: str, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that is computed for one row leaves the others no gradient of their own."""
+    checkpoint = checkpoint_of(name)
+    batches = micro_batches(2)
+    for batch in batches:
+        batch["input_ids"][:, :6] = batch["input_ids"][0, :6]
+        batch["input_ids"][:, 6] = torch.arange(3, 3 + len(batch["input_ids"]))
+        batch["labels"] = batch["input_ids"].clone()
+    with streamed_model(checkpoint, gradient_checkpointing=True) as model:
+        draw_b(model.lora_manager)
+        expected = streamed_step(model, batches)
+    computed = list[slice]()
+    rows_of = ChunkedRows.rows_of
+
+    def noted(rows: ChunkedRows, chunk: int) -> slice:
+        computed.append(rows_of(rows, chunk))
+        return computed[-1]
+
+    monkeypatch.setattr(ChunkedRows, "rows_of", noted)
+    with streamed_model_in_chunks(checkpoint, boundary_activations=tier) as model:
+        draw_b(model.lora_manager)
+        streamed_step(model, batches)
+        # what the step before has left there is not what is found
+        for memory in model.adapter.activations.room._free:
+            memory.fill_(0xFF)
+        model.skeleton.zero_grad()
+        found = streamed_step(model, batches)
+        assert bool(model.adapter.activations.room._free) == (tier != "device")
+    assert slice(1) in computed
+    assert slice(None) in computed
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("chosen", [everything, one_in_the_middle])

@@ -1,7 +1,7 @@
-"""The Tinker API's own client is installed in an environment of its own (`tox -e learner`);
-elsewhere there is nothing to collect here.
+"""The Tinker API's own client and its cookbook are installed in an environment of their own (`tox -e
+learner`); elsewhere there is nothing to collect here.
 """
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("tinker") else ["*.py"]
+collect_ignore_glob = [] if find_spec("tinker") and find_spec("tinker_cookbook") else ["*.py"]

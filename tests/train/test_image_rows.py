@@ -227,7 +227,7 @@ def test_towers_are_adapted_if_they_are_named(published: Directories, tmp_path: 
     for frozen in ({"towers": "stream"}, {"tower_cache": str(tmp_path / "cache")}):
         config = settings(directory, tmp_path, rows, lora_target_modules="all-linear", **frozen)
         with pytest.raises(ConfigError, match="trains"), opened(config) as model:
-            model.get_trainer().train()
+            model.get_trainer().fit(read_data(config, model.files, config.train_data))
 
 
 def logps(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ from lema import LemaConfig, LemaModel
 from lema.data.images import sources
 from lema.data.images.processor import ImageProcessor
 from lema.model.files import read_data
+from lema.plan import make_plan
+from lema.plan.machine import profile
 from lema.storage.modelfiles import load_processor
 from lema.train.sampler import StepSampler
 
@@ -189,6 +191,42 @@ def test_a_run_that_was_killed_ends_bitwise_where_the_other_does(
     found = run("killed", resume=True)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+@pytest.mark.parametrize("towers", ["device", "stream"])
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_a_second_epoch_and_a_second_run_read_no_tower(
+    model: Path, towers: str, objective: str, tmp_path: Path
+) -> None:
+    rows = image_rows(tmp_path, 6) if objective == "sft" else image_examples(tmp_path, 4)
+    kept = {"tower_cache": str(tmp_path / "cache"), "towers": towers}
+    about = written(tmp_path, model, rows, num_train_epochs=2, objective=objective)
+    num_images = sum(len(row["images"]) for row in rows)
+
+    def run(name: str, **settings: Any) -> tuple[dict[str, Tensor], Any]:
+        directory = tmp_path / name
+        with opened({**about, **settings, "output_dir": str(directory)}) as streamed:
+            data = read_data(streamed.config, streamed.files, streamed.config.train_data)
+            streamed.get_trainer().fit(data, say=lambda _: None)
+            outer = streamed.outer
+            return adapter_of(directory), outer.cached_towers
+
+    plain, _ = run("plain", towers=towers)
+    first, of_first = run("first", **kept)
+    second, of_second = run("second", **kept)
+    assert of_first.loaded and of_first.store.misses == num_images
+    assert of_first.store.hits > 0
+    assert not of_second.loaded and of_second.store.misses == 0
+    assert all(torch.equal(second[name], one) for name, one in first.items())
+    assert all(torch.allclose(plain[name], one, atol=1e-5) for name, one in first.items())
+
+
+@pytest.mark.parametrize("modalities", ["text", "all"])
+def test_a_plan_says_what_of_towers_it_does_not_count(model: Path, modalities: Any) -> None:
+    config = LemaConfig(str(model), device="cpu", modalities=modalities, max_length=64)
+    plan, _ = make_plan(config, profile("4090"))
+    said = any("what towers compute is not counted" in note for note in plan.notes)
+    assert said == (modalities == "all")
 
 
 def test_a_resumed_run_refuses_an_image_that_has_changed(model: Path, tmp_path: Path) -> None:

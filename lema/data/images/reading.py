@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ImageReading", "RowPictures", "with_column"]
 
-OTHER_COLUMNS = ("videos", "video", "audios", "audio")  # of TRL's rows, which are not read
+UNREAD_COLUMNS = ("videos", "video", "audios", "audio")  # of TRL's rows, which are not read
 WORD = "<image>"  # for an image in the texts of LLaVA's data and of those after it
 
 
@@ -138,9 +138,9 @@ def with_column(row: Row, chat: Chat) -> Chat:
     Raises:
         DataError: there are other numbers of images and of places, or no place.
     """
-    for name in OTHER_COLUMNS:
-        if row.values.get(name):
-            what = f"the row has a column '{name}', and rows have text and images alone"
+    for unread in UNREAD_COLUMNS:
+        if row.values.get(unread):
+            what = f"the row has a column '{unread}', and rows have text and images alone"
             raise row.broken(what, how="remove the column, or the row")
     name = next((name for name in IMAGE_COLUMNS if row.values.get(name) is not None), None)
     if name is None:

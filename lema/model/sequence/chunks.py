@@ -416,6 +416,8 @@ class ChunkedCall(LayerCall):
         """Return the call on a chunk, as the model was called."""
         call = self.rows.call(self.number, index)
         call.call_as(self.autocast, self.hooks)
+        if self.adapter is not None:
+            call.compute_with(self.adapter)
         if self.choices is not None:
             by_row = self.choices.unflatten(0, (-1, self.rows.length))
             call.choose(by_row[:, self.spans[index].slice].flatten(0, 1))

@@ -19,7 +19,7 @@ from lema.model.skeleton import find_towers, is_in
 from lema.stream.placement import LayerBytes, slot_layout
 
 __all__ = ["NUM_SLOTS", "slot_bytes", "stack_bytes", "streams_towers", "tower_stacks"]
-__all__ += ["unloaded_towers"]
+__all__ += ["uncounted", "unloaded_towers"]
 
 NUM_SLOTS = 2  # one layer computes while the next is on its way
 
@@ -27,6 +27,14 @@ NUM_SLOTS = 2  # one layer computes while the next is on its way
 def streams_towers(config: LemaConfig) -> bool:
     """Whether settings ask for towers whose layers stream."""
     return config.modalities == "all" and config.towers == "stream"
+
+
+def uncounted(config: LemaConfig) -> list[str]:
+    """Return what a plan with these settings does not count, for who reads it."""
+    if config.modalities == "text":
+        return []
+    what = "what towers compute is not counted, and grows with the images of a micro-batch"
+    return [f"{what}: leave room for it in device_memory, or lower micro_batch_size"]
 
 
 def tower_stacks(model: PreTrainedModel, towers: Collection[str]) -> dict[str, nn.ModuleList]:

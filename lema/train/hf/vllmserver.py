@@ -84,8 +84,22 @@ class VLLMServer:
     def names(self) -> set[str]:
         """Return the names of the model and of the adapters that the server has. `ConfigError`: it
         is no server of vLLM."""
+        return {*self._parents()}
+
+    def base(self) -> str:
+        """Return the name of the model, of which the adapters are. `ConfigError`: the server has no
+        model, or is none of vLLM.
+        """
+        for name, parent in self._parents().items():
+            if parent is None:
+                return name
+        raise ConfigError("the server has no model", where=self.url, how=f"start one: {START}")
+
+    def _parents(self) -> dict[str, str | None]:
+        """Return of what each is an adapter, by name; None: it is the model."""
         try:
-            return {model["id"] for model in self._asked("/v1/models")["data"]}
+            cards = self._asked("/v1/models")["data"]
+            return {card["id"]: card.get("parent") for card in cards}
         except (HTTPError, KeyError) as error:
             what = f"what answers here is no server of vLLM: {error}"
             raise ConfigError(what, where=self.url, how=f"start one: {START}") from error

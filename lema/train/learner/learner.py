@@ -31,6 +31,7 @@ from lema.train.hf.peftmodel import StreamedPeftModel
 from lema.train.learner.adapter import AdamSettings, Adapter, AdapterSpec, Targets
 from lema.train.learner.heads import Heads, Scored
 from lema.train.learner.rows import AdapterRows, MicroBatch, micro_batches_of
+from lema.train.learner.served import Served
 from lema.train.model import LemaModel
 
 __all__ = ["EMPTY", "Learner"]
@@ -51,6 +52,7 @@ class Learner:
             divided.
         longest: tokens of a row, at most.
         reserved: bytes of device memory that adapters may take; None: as many as there are.
+        served: what the server that adapters are for takes of them; None: nobody asks.
 
     Attributes:
         model: the model as PEFT's.
@@ -64,6 +66,7 @@ class Learner:
         micro_batch_tokens: int,
         longest: int,
         reserved: int | None = None,
+        served: Served | None = None,
     ) -> None:
         self.model = StreamedPeftModel.around(opened)
         self._opened = opened
@@ -71,6 +74,7 @@ class Learner:
         self._micro_batch_tokens = micro_batch_tokens
         self._longest = longest
         self._reserved = reserved
+        self._served = served
         self._adapters: dict[str, Adapter] = {}
 
     @classmethod
@@ -119,7 +123,7 @@ class Learner:
         )
         opened = LemaModel(config, trust_remote_code=trust_remote_code)
         try:
-            targets = _begun(opened)
+            targets, served = _begun(opened)
             longest = _planned_length(opened, longest)
             count, rank = reserve
             reserved = _reserve(opened, count * targets.nbytes(rank))
@@ -130,6 +134,7 @@ class Learner:
                 micro_batch_tokens=micro_batch_tokens,
                 longest=longest,
                 reserved=reserved,
+                served=served,
             )
         except BaseException:
             opened.close()
@@ -165,10 +170,16 @@ class Learner:
         self.model.close()
 
     def check(self, spec: AdapterSpec) -> None:
-        """Make sure that an adapter can be. `ConfigError`: it would adapt nothing;
-        `MemoryLimitError`: it takes more memory than was planned for all.
+        """Make sure that an adapter can be; any thread may ask.
+
+        Raises:
+            ConfigError: it would adapt nothing, or the server that it is for (`lora_serving`) does
+                not take it.
+            MemoryLimitError: it takes more memory than was planned for all.
         """
-        self._targets.chosen(spec)
+        lora = self._targets.lora(spec)
+        if self._served is not None:
+            self._served.check(lora)
         if self._reserved is not None and self._targets.nbytes(spec.rank) > self._reserved:
             raise self._too_large(spec, self._reserved)
 
@@ -324,26 +335,27 @@ def _planned_length(opened: LemaModel, longest: int) -> int:
     return most
 
 
-def _begun(opened: LemaModel) -> Targets:
-    """Make a model ready for adapters that come and go; return what they may adapt."""
+def _begun(opened: LemaModel) -> tuple[Targets, Served | None]:
+    """Make a model ready for adapters that come and go; return what they may adapt, and what the
+    server that they are for takes of them.
+    """
     if opened.backend.parallel.size > 1 or opened.backend.replicas.size > 1:
         raise ConfigError(
             "a learner is one process", where="Learner", how="start it without torchrun"
-        )
-    if opened.config.sequence_chunk is not None:
-        raise ConfigError(
-            "a learner does not cut sequences", where="sequence_chunk", how="leave it out"
         )
     targets = Targets.of(opened.skeleton)
     opened.keep_whole(lambda _: False, "losses of a caller's need its logits")
     first = [*targets.attn, *targets.mlp][:1]
     if not first:
         raise ConfigError("the layers of the model have no linear to adapt", where="Learner")
-    opened.attach_lora(LoraConfig(r=1, target_modules=first, task_type="CAUSAL_LM"), seed=0)
+    lora = LoraConfig(r=1, target_modules=first, task_type="CAUSAL_LM")
+    server = opened.config.lora_serving
+    served = None if server is None else Served.of(server, opened.skeleton, lora)
+    opened.attach_lora(lora, seed=0)
     for parameter in opened.get_trainable_parameters():
         parameter.requires_grad_(False)
     opened.split.adapters_changed()
-    return targets
+    return targets, served
 
 
 def _reserve(opened: LemaModel, nbytes: int) -> int | None:

@@ -14,12 +14,16 @@ __all__ = ["in_place", "reading_of", "with_images"]
 
 SETTING = "modalities"
 URLS = ("http://", "https://", "data:")
+FILE = "file://"
 
 
 def in_place(image: str) -> str:
     """Return an image as a row names it: its whole path, because the user has named it; a URL as it
     is."""
-    return image if image.lower().startswith(URLS) else str(Path(image).expanduser().absolute())
+    if image.lower().startswith(URLS):
+        return image
+    path = image[len(FILE) :] if image.lower().startswith(FILE) else image
+    return str(Path(path).expanduser().absolute())
 
 
 def with_images(settings: list[str] | None) -> list[str]:

@@ -13,7 +13,7 @@ from lema.storage.regular import check_separate
 
 if TYPE_CHECKING:
     from lema_tools.learner.sampling import ServedSampler
-    from lema_tools.learner.service import Service
+    from lema_tools.learner.service import Limits, Service
 
 __all__ = ["serve_learner"]
 
@@ -53,6 +53,10 @@ def serve_learner(
     max_rank: Annotated[
         int, typer.Option(min=1, max=4096, help="Rank of an adapter, at most.")
     ] = 64,
+    head: Annotated[
+        bool,
+        typer.Option("--head/--no-head", help="Whether adapters adapt the head where clients ask."),
+    ] = True,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens of a row, at most.")] = 4096,
     micro_batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens that are computed at once; a row is not divided.")
@@ -83,6 +87,7 @@ def serve_learner(
             how='pip install "lema-lora[learner]"',
         ) from error
     from lema_tools.learner.access import Tokens
+    from lema_tools.learner.service import Limits
 
     if sampler is not None and not sampler.startswith(("http://", "https://")):
         raise ConfigError("this is no URL of a server", where="--sampler", how="http://HOST:PORT")
@@ -96,7 +101,7 @@ def serve_learner(
         name=name or model,
         server=_sampler(sampler),
         adapters=adapters,
-        max_rank=max_rank,
+        limits=Limits(rank=max_rank, head=head),
         max_length=max_length,
         micro_batch_tokens=micro_batch_tokens,
         pass_tokens=pass_tokens,
@@ -134,7 +139,7 @@ def _service(
     name: str,
     server: "ServedSampler | None",
     adapters: int,
-    max_rank: int,
+    limits: "Limits",
     max_length: int,
     micro_batch_tokens: int,
     pass_tokens: int,
@@ -144,7 +149,7 @@ def _service(
 ) -> "Service":
     """Return the server's work, with the model open."""
     from lema.train.learner.learner import Learner
-    from lema_tools.learner.service import Limits, Service
+    from lema_tools.learner.service import Service
     from lema_tools.learner.store import Store
 
     store = Store(directory)
@@ -152,15 +157,15 @@ def _service(
         model,
         micro_batch_tokens=micro_batch_tokens,
         longest=max_length,
-        reserve=(adapters, max_rank),
+        reserve=(adapters, limits.rank),
         trust_remote_code=trust_remote_code,
-        **settings,
+        **({} if server is None else {"lora_serving": "vllm"}) | settings,
     )
     return Service(
         name,
         learner,
         store,
-        Limits(rank=max_rank),
+        limits,
         pass_tokens=pass_tokens,
         most_waiting=most_waiting,
         server=server,

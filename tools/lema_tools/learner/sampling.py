@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from lema.errors import ConfigError
 from lema.model.layers.adapters import computing_with
 from lema.train.hf.vllmserver import VLLMServer
 from lema.train.learner.learner import EMPTY, Learner
@@ -46,10 +45,7 @@ class ServedSampler:
         """Return the one at a URL, once it answers. `ConfigError`: it has no model."""
         server = VLLMServer(url)
         server.wait()
-        names = sorted(server.names(), key=len)
-        if not names:
-            raise ConfigError("the server has no model", where=url)
-        return cls(server, names[0])
+        return cls(server, server.base())
 
     def publish(self, name: CheckpointName, directory: Path) -> None:
         """Have the server read an adapter, and forget the oldest of its model."""

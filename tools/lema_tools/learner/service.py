@@ -63,12 +63,14 @@ class Limits:
 
     Args:
         rank: of an adapter, at most.
+        head: whether adapters adapt the head, where clients ask for it.
         sessions: of a client that are not finished.
         models: adapters of a client.
         checkpoints: of an adapter.
     """
 
     rank: int = 64
+    head: bool = True
     sessions: int = 256
     models: int = 64
     checkpoints: int = 1024
@@ -232,7 +234,8 @@ class Service:
             return future_of(model, 0)
         self._check_room(owner, lora.rank)
         seed = secrets.randbits(31) if lora.seed is None else lora.seed
-        spec = AdapterSpec(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        head = lora.train_unembed and self.limits.head
+        spec = AdapterSpec(lora.rank, seed, lora.train_attn, lora.train_mlp, head)
         self.learner.check(spec)
         what = ModelFile(str(model), owner, time.time(), spec, _texts(metadata))
         await _threaded(lambda: self._store.write_model(model, what))
@@ -258,6 +261,7 @@ class Service:
         if name.kind != "weights":
             raise DataError("a checkpoint for sampling cannot train", where="path")
         self._check_room(owner, there.spec.rank)
+        self.learner.check(there.spec)
         what = ModelFile(
             str(model), owner, time.time(), there.spec, _texts(metadata), path, optimizer
         )

@@ -182,6 +182,8 @@ class Worker:
     def _save_for_sampler(self, job: Job) -> None:
         asked = json.loads(job.request.body)
         name = CheckpointName.of(job.model, "sampler_weights", asked["name"])
+        # because the adapter may be older than the choice of the server that reads it
+        self._learner.check(self._models[job.model].spec)
         what = self._checkpoint(job, name, asked)
         if what is not None:
             self._store.save(name, what, lambda part: self._publish(job.model, part))
