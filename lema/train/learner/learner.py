@@ -92,8 +92,7 @@ class Learner:
 
         Args:
             model_name_or_path: model directory or hub id.
-            micro_batch_tokens: tokens of a micro-batch with their padding, at most; but a row is
-                never divided.
+            micro_batch_tokens: tokens of a micro-batch with padding, at most; no row is divided.
             longest: tokens of a row, at most; memory is planned for such rows.
             reserve: how many adapters of which rank the memory is planned for.
             trust_remote_code: run the model's own code.
