@@ -67,15 +67,14 @@ def in_chunks(
             _terms(split, work.kinds.index(kind), layers, rows, work)
             for kind in range(len(work.works))
         ]
-        windows = [kind.window for kind in split.sequence_kinds()]
+        seen = [
+            _without_unseen(layer, rows, split.sequence_kinds()[work.kinds.index(kind)].window)
+            for kind, layer in enumerate(work.works)
+        ]
     # All calls, or those of one chunk at a time.
     of_chunk = sum(of_calls.values())
     of_all = len(rows.spans) * of_chunk
     stored = of_all if of_all <= most_of_calls(work.hidden_bytes) else 0
-    seen = [
-        _without_unseen(layer, rows, windows[work.kinds.index(kind)])
-        for kind, layer in enumerate(work.works)
-    ]
     on_device = replace(
         work,
         works=tuple(map(_with_rows_on_device, seen, terms)),
@@ -85,14 +84,21 @@ def in_chunks(
     if rows_on_device or batch.settled or batch.forward_only or _trains_outside(split):
         return on_device
     stored = of_all if of_all <= MOST_IN_HOST else 0
-    in_host = replace(
-        on_device,
-        works=tuple(map(_with_rows_in_host, on_device.works, terms)),
-        hidden_bytes=0,
-        call_bytes=stored + of_chunk,
-        prelude_bytes=stored + peak,
-    )
+    in_host = _in_host(on_device, terms, call_bytes=stored + of_chunk, prelude_bytes=stored + peak)
     return replace(on_device, in_host=in_host)
+
+
+def _in_host(
+    work: Workload, terms: Sequence[ChunkTerms], *, call_bytes: int, prelude_bytes: int
+) -> Workload:
+    """Return what a micro-batch costs whose hidden states wait in host memory."""
+    return replace(
+        work,
+        works=tuple(map(_with_rows_in_host, work.works, terms)),
+        hidden_bytes=0,
+        call_bytes=call_bytes,
+        prelude_bytes=prelude_bytes,
+    )
 
 
 def _trains_outside(split: Split) -> bool:
