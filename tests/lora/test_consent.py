@@ -53,6 +53,7 @@ CHOSEN: dict[str, Any] = {
     "backend_settings": {"their": 1},
     "tensor_parallel_size": 4,
     "sequence_parallel": True,
+    "context_parallel_size": 2,
     "shard_weights": True,
     "shard_optimizer": True,
     "strategy": "resident",
@@ -65,6 +66,8 @@ CHOSEN: dict[str, Any] = {
     "head": "stream",
     "modalities": "all",
     "towers": "stream",
+    "tower_cache": "/somewhere",
+    "tower_cache_size": 1,
     "cache_frozen_prefix": True,
     "activation_offloading": True,
     "boundary_activations": "disk",
@@ -73,6 +76,8 @@ MACHINE = list(CHOSEN)[list(CHOSEN).index("device") :]
 WITH = {
     "mixture": "train_data",
     "towers": "modalities",
+    "tower_cache": "modalities",
+    "tower_cache_size": "modalities",
     "hub_model_id": "push_to_hub",
     "hub_private_repo": "push_to_hub",
 }

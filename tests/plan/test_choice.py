@@ -95,11 +95,12 @@ def test_groups_that_nothing_else_goes_with_are_refused(mixture: Path) -> None:
         list(candidates(uncut(config)))
 
 
-def test_rows_in_chunks_are_offered_no_groups_of_experts(mixture: Path) -> None:
+def test_rows_in_chunks_are_offered_groups_of_experts_last(mixture: Path) -> None:
     config = settings(mixture, experts_per_slot="auto", sequence_chunk=64, micro_batch_size=1)
     tried = list(candidates(uncut(config)))
-    assert tried[0] == Choice(1, None)
-    assert not any(choice.experts for choice in tried)
+    assert tried[0] == Choice(1, None, chunk=64)
+    in_groups = [bool(choice.experts) for choice in tried]
+    assert any(in_groups) and in_groups == sorted(in_groups)
 
 
 def test_a_choice_can_be_taken_back(dense: Path) -> None:
