@@ -37,8 +37,8 @@ from lema import LemaConfig, LemaModel
 from lema.engine.head import cut
 from lema.engine.head.cut import HeadCut
 from lema.errors import ConfigError
-from lema.plan.work import workload
 from lema.plan.planner import machine_state_of, planner_of
+from lema.plan.work import workload
 from lema.stream.schedule import fetched_per_step
 from lema.train.health.nonfinite import first_non_finite
 
