@@ -257,11 +257,11 @@ def test_a_prompt_that_rows_share_wherever_their_inputs_wait(
         draw_b(model.lora_manager)
         streamed_step(model, batches)
         # what the step before has left there is not what is found
-        for memory in model.adapter.activations.room._free:
+        for memory in model.adapter.activations.pool._free:
             memory.fill_(0xFF)
         model.skeleton.zero_grad()
         found = streamed_step(model, batches)
-        assert bool(model.adapter.activations.room._free) == (tier != "device")
+        assert bool(model.adapter.activations.pool._free) == (tier != "device")
     assert slice(1) in computed
     assert slice(None) in computed
     assert_close(found, expected)

@@ -129,7 +129,7 @@ def small(tmp_path: Path) -> Small:
         options: dict[str, Any] = {"batch_size": 1, "max_length": 2048, "device": "cpu"}
         options |= {"train_data": str(rows), "save_steps": 1, "loss_chunk_tokens": 64}
         options |= {"gradient_checkpointing": True, "sequence_chunk": "auto"}
-        options |= {"save_total_limit": None}
+        options |= {"save_total_limit": None, "boundary_activations": "device"}
         return settings(model, tmp_path / "run", **options | changes)
 
     return config_of
