@@ -1,5 +1,6 @@
 """Sequences in chunks that are computed in bfloat16 are as near to float32 as whole ones are."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from lema.model.sequence.states import ChunkStates, Span
 
-LENGTHS = (48, 37)
-WITHIN = 1.3  # times the error of whole sequences, of all gradients together
+# Where a rounding sends a token to other experts, one batch tells little: these are taken together.
+LENGTHS = ((48, 37), (48, 30), (40, 41))
+WITHIN = 1.25  # times the error of whole sequences, of all gradients of all batches together
 OF_ONE = 2.0  # times the larger of that and its own, of one matrix
 ULP = 2.0**-8  # of bfloat16, relative
 
@@ -34,20 +36,25 @@ def test_half_precision_in_chunks_errs_no_more_than_at_once(
 ) -> None:
     """Weights are those of bfloat16 in all three, so what differs is how a step is computed."""
     directory = write_model(tiny_config(model_type), tmp_path / "model", torch.bfloat16)
-    batches = micro_batches(2, padding=padding, lengths=LENGTHS)
-    exact = step(directory, batches, "float32", None)
-    whole = step(directory, batches, "bfloat16", None)
-    error = relative_difference(all_gradients(whole), all_gradients(exact))
-    assert error > ULP / 4, "nothing was computed in bfloat16"
-    for chunk in (2, 5, 16):
-        found = step(directory, batches, "bfloat16", chunk)
-        assert relative_difference(found.loss, exact.loss) < ULP / 2
-        together = relative_difference(all_gradients(found), all_gradients(exact))
-        assert together < WITHIN * error
-        for name, gradient in found.gradients.items():
-            expected = exact.gradients[name]
-            at_once = relative_difference(whole.gradients[name], expected)
-            assert relative_difference(gradient, expected) < OF_ONE * max(at_once, error), name
+    of_whole = list[float]()
+    of_chunks: dict[int, list[float]] = {2: [], 5: [], 16: []}
+    for lengths in LENGTHS:
+        batches = micro_batches(2, padding=padding, lengths=lengths)
+        exact = step(directory, batches, "float32", None)
+        whole = step(directory, batches, "bfloat16", None)
+        error = relative_difference(all_gradients(whole), all_gradients(exact))
+        assert error > ULP / 4, "nothing was computed in bfloat16"
+        of_whole.append(error)
+        for chunk, errors in of_chunks.items():
+            found = step(directory, batches, "bfloat16", chunk)
+            assert relative_difference(found.loss, exact.loss) < ULP / 2
+            errors.append(relative_difference(all_gradients(found), all_gradients(exact)))
+            for name, gradient in found.gradients.items():
+                expected = exact.gradients[name]
+                at_once = relative_difference(whole.gradients[name], expected)
+                assert relative_difference(gradient, expected) < OF_ONE * max(at_once, error), name
+    for errors in of_chunks.values():
+        assert math.hypot(*errors) < WITHIN * math.hypot(*of_whole)
 
 
 def test_gradients_of_keys_are_summed_in_float32_over_many_chunks() -> None:
