@@ -1655,6 +1655,8 @@ const lema_plan_work_workload = (() => {
 const math = stubs.math;
 const contextmanager = stubs.contextmanager;
 const dataclass = stubs.dataclass;
+const fields = stubs.fields;
+const is_dataclass = stubs.is_dataclass;
 const replace = stubs.replace;
 const partial = stubs.partial;
 const torch = stubs.torch;
@@ -1748,7 +1750,27 @@ Workload.prototype.of.sig = ["layer"];
 Workload.prototype.working_bytes.sig = ["times"];
 Workload.prototype.in_pieces.sig = ["times"];
 Workload.prototype.most.sig = ["head_bytes", "times"];
-return {HeadWork, LayerWork, MicroBatch, Workload};
+const grown = py.named(function(first, second, factor) {
+let description, kind, one, result, two;
+one = first;
+two = second;
+result = one;
+if (py.t(py.isinstance(one, py.tuple))) {
+result = py.tuple((function*(t5) { for (const t6 of t5) { const pair = t6; yield py.call(grown, [...py.iter(pair), factor]); } })(py.iter(py.zip.call({strict: true}, one, two))));
+} else {
+if (py.t(py.call(is_dataclass, [one]))) {
+kind = py.type(one);
+result = py.call(kind, [...py.iter((function*(t7) { for (const t8 of t7) { const part = t8; yield py.call(grown, [py.getattr(one, part.name), py.getattr(two, part.name), factor]); } })(py.iter(py.call(fields, [one]))))], {});
+} else {
+if ((py.type(one) === py.int)) {
+result = py.round(py.add(one, py.mul(py.sub(factor, 1), py.sub(two, one))));
+}
+}
+}
+description = result;
+return description;
+}, ["first", "second", "factor"]);
+return {HeadWork, LayerWork, MicroBatch, Workload, grown};
 })();
 const lema_plan_work_step = (() => {
 const astuple = stubs.astuple;
@@ -3089,7 +3111,6 @@ const bisect_left = stubs.bisect_left;
 const asdict = stubs.asdict;
 const dataclass = stubs.dataclass;
 const field = stubs.field;
-const fields = stubs.fields;
 const is_dataclass = stubs.is_dataclass;
 const replace = stubs.replace;
 const cached_property = stubs.cached_property;
@@ -3131,6 +3152,7 @@ const StepShape = lema_plan_work_step.StepShape;
 const step_shape = lema_plan_work_step.step_shape;
 const MicroBatch = lema_plan_work_workload.MicroBatch;
 const Workload = lema_plan_work_workload.Workload;
+const grown = lema_plan_work_workload.grown;
 const LIBRARY = stubs.LIBRARY;
 const LayerBytes = stubs.LayerBytes;
 const GB = py.pow(10, 9);
@@ -3320,8 +3342,8 @@ return py.call(_largest, [fits, py.floordiv(MOST_TOKENS, micro_batch.length)]);
 }, ["planner"]);
 const _of_rows = py.named(function(one_row, two, rows, rows_at_once) {
 let chunk, in_host, more, pieces, workload;
-workload = py.call(_grown, [one_row, two, rows]);
-chunk = py.call(_grown, [one_row, two, py.min(rows, rows_at_once)]);
+workload = py.call(grown, [one_row, two, rows]);
+chunk = py.call(grown, [one_row, two, py.min(rows, rows_at_once)]);
 pieces = workload.pieces;
 if (((pieces != null) && (chunk.pieces != null))) {
 more = py.sub(pieces.waiting_bytes, chunk.pieces.waiting_bytes);
@@ -3333,26 +3355,6 @@ in_host = py.replace(in_host, {head: chunk.head});
 }
 return py.replace(workload, {head: chunk.head, pieces: pieces, in_host: in_host});
 }, ["one_row", "two", "rows", "rows_at_once"]);
-const _grown = py.named(function(one_row, two, rows) {
-let description, first, grown, kind, second;
-first = one_row;
-second = two;
-grown = first;
-if (py.t(py.isinstance(first, py.tuple))) {
-grown = py.tuple((function*(t5) { for (const t6 of t5) { const pair = t6; yield py.call(_grown, [...py.iter(pair), rows]); } })(py.iter(py.zip.call({strict: true}, first, second))));
-} else {
-if (py.t(py.call(is_dataclass, [first]))) {
-kind = py.type(first);
-grown = py.call(kind, [...py.iter((function*(t7) { for (const t8 of t7) { const part = t8; yield py.call(_grown, [py.getattr(first, part.name), py.getattr(second, part.name), rows]); } })(py.iter(py.call(fields, [first]))))], {});
-} else {
-if ((py.type(first) === py.int)) {
-grown = py.add(first, py.mul(py.sub(rows, 1), py.sub(second, first)));
-}
-}
-}
-description = grown;
-return description;
-}, ["one_row", "two", "rows"]);
 const _largest = py.named(function(fits, most) {
 let high, left;
 high = 1;
@@ -3363,5 +3365,5 @@ left = py.range(py.add(py.floordiv(high, 2), 1), py.min(high, py.add(most, 1)));
 return py.add(py.floordiv(high, 2), py.call(bisect_left, [left, true], {key: ((number) => ((!py.t(py.call(fits, [number], {})))))}));
 }, ["fits", "most"]);
 const _notes = stubs._notes;
-return {BOTTLENECKS, CURVE, Epoch, GB, Headroom, MOST_TOKENS, Plan, PlannedMemory, _crossover, _epoch, _grown, _headroom, _largest, _largest_micro_batch, _limited, _memory, _notes, _of_rows, plan_with};
+return {BOTTLENECKS, CURVE, Epoch, GB, Headroom, MOST_TOKENS, Plan, PlannedMemory, _crossover, _epoch, _headroom, _largest, _largest_micro_batch, _limited, _memory, _notes, _of_rows, plan_with};
 })();

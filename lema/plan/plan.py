@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
@@ -30,14 +30,13 @@ from lema.plan.planner import Planner, StepNeeds, planner_of, timed
 from lema.plan.simulation.simulator import Simulated
 from lema.plan.work.chunk_work import chunks_note
 from lema.plan.work.step import StepShape, step_shape
-from lema.plan.work.workload import MicroBatch, Workload
+from lema.plan.work.workload import MicroBatch, Workload, grown
 from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
 
 __all__ = ["Plan", "brief", "hiding_tokens", "make_plan", "plan_with", "step_curve", "verdict_of"]
 
 Rows: TypeAlias = TokenDataset | PreferenceDataset  # that a run trains on
-Grown = TypeVar("Grown")
 
 
 GB = 10**9
@@ -486,8 +485,8 @@ def _largest_micro_batch(planner: Planner) -> int:
 def _of_rows(one_row: Workload, two: Workload, rows: int, rows_at_once: int) -> Workload:
     """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but
     for the head, whose logits exist for no more than `rows_at_once`."""
-    workload: Workload = _grown(one_row, two, rows)
-    chunk: Workload = _grown(one_row, two, min(rows, rows_at_once))
+    workload: Workload = grown(one_row, two, rows)
+    chunk: Workload = grown(one_row, two, min(rows, rows_at_once))
     pieces = workload.pieces
     if pieces is not None and chunk.pieces is not None:
         # What waits grows with all rows, and what works on it with those of a chunk.
@@ -497,29 +496,6 @@ def _of_rows(one_row: Workload, two: Workload, rows: int, rows_at_once: int) -> 
     if in_host is not None:
         in_host = replace(in_host, head=chunk.head)
     return replace(workload, head=chunk.head, pieces=pieces, in_host=in_host)
-
-
-def _grown(one_row: Grown, two: Grown, rows: int) -> Grown:
-    """Return every number of a description for a number of rows, from the descriptions for one
-    and two rows.
-    """
-    first: Any = one_row
-    second: Any = two
-    grown: Any = first
-    if isinstance(first, tuple):
-        grown = tuple(_grown(*pair, rows) for pair in zip(first, second, strict=True))
-    elif is_dataclass(first):
-        kind: Any = type(first)
-        grown = kind(
-            *(
-                _grown(getattr(first, part.name), getattr(second, part.name), rows)
-                for part in fields(first)
-            )
-        )
-    elif type(first) is int:
-        grown = first + (rows - 1) * (second - first)
-    description: Grown = grown
-    return description
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

@@ -15,12 +15,12 @@ import torch
 import trl
 from aligned import aligned
 from datasets import Dataset
-from imagerows import IMAGE_TOKEN, publish_with_images
+from imageprocessors import PROCESSORS, picture, words
+from imagerows import publish_with_images
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from publishedclass import published_class
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trlruns import Recorded, adapters, recomputing
 
@@ -28,10 +28,6 @@ import lema
 
 STEPS = 10
 SEED = 42
-SIZE = 96
-IMAGE = "<image>"
-WORDS = [f"w{number}" for number in range(SIZE)]
-BEGIN, END = "w91", "w92"  # of an image, where a type has words for that
 TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}"
     "{% if part.type == 'image' %}IMAGE {% else %}{{ part.text }} {% endif %}"
@@ -41,99 +37,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning",
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
 )
-
-
-def tokenizer(**tokens: str) -> PreTrainedTokenizerFast:
-    names = {0: "<pad>", 1: "<s>", 2: "</s>", IMAGE_TOKEN: IMAGE}
-    # of idefics3
-    names |= {93: "<fake_token_around_image>", 94: "<global-img>", 95: "<end_of_utterance>"}
-    vocabulary = {names.get(number, WORDS[number]): number for number in range(SIZE)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    words.add_special_tokens([AddedToken(IMAGE, special=True)])
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<pad>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, **special, extra_special_tokens={**tokens}
-    )
-
-
-def llava() -> Any:
-    from transformers import LlavaProcessor
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    side = {"height": 28, "width": 28}
-    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=side)
-    return LlavaProcessor(
-        images,
-        tokenizer(),
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        image_token=IMAGE,
-        chat_template=TEMPLATE.replace("IMAGE", IMAGE),
-    )
-
-
-def gemma3() -> Any:
-    from transformers import Gemma3Processor
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-
-    images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
-    tokens = tokenizer(boi_token=BEGIN, eoi_token=END, image_token=IMAGE)
-    template = TEMPLATE.replace("IMAGE", BEGIN)
-    return Gemma3Processor(images, tokens, chat_template=template, image_seq_length=4)
-
-
-def llava_next() -> Any:
-    from transformers import LlavaNextProcessor
-    from transformers.models.llava_next.image_processing_pil_llava_next import (
-        LlavaNextImageProcessorPil,
-    )
-
-    side = {"height": 28, "width": 28}
-    tiles = [[28, 56], [56, 28], [56, 56]]
-    return LlavaNextProcessor(
-        LlavaNextImageProcessorPil(
-            size={"shortest_edge": 28}, crop_size=side, image_grid_pinpoints=tiles
-        ),
-        tokenizer(),
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        image_token=IMAGE,
-        chat_template=TEMPLATE.replace("IMAGE", IMAGE),
-    )
-
-
-def idefics3() -> Any:
-    from transformers import Idefics3Processor
-    from transformers.models.idefics3.image_processing_pil_idefics3 import (
-        Idefics3ImageProcessorPil,
-    )
-
-    side = {"longest_edge": 32}
-    images = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
-    template = TEMPLATE.replace("IMAGE", IMAGE)
-    return Idefics3Processor(images, tokenizer(), image_seq_len=4, chat_template=template)
-
-
-PROCESSORS: dict[str, Callable[[], Any]] = {
-    "llava": llava,
-    "gemma3": gemma3,
-    "llava_next": llava_next,
-    "idefics3": idefics3,
-}
-
-
-def picture(number: int) -> Image.Image:
-    generator = torch.Generator().manual_seed(number)
-    size = (30 + 5 * (number % 4), 40, 3)
-    values = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
-    return Image.fromarray(values.numpy())
-
-
-def words(start: int, count: int) -> str:
-    return " ".join(WORDS[5 + (7 * start + 3 * number) % 70] for number in range(count))
 
 
 def images_of(number: int) -> list[Image.Image]:
@@ -232,7 +135,7 @@ def test_ten_steps_on_images_are_those_of_the_whole_model(
             model=trained,
             args=arguments(**options(tmp_path / "out")),
             train_dataset=rows(),
-            processing_class=PROCESSORS[model_type](),
+            processing_class=PROCESSORS[model_type](TEMPLATE),
         )
         trainer.train()
         outcomes.append((trainer.losses, logs(trainer), adapters(trainer.model)))
@@ -247,7 +150,7 @@ def test_ten_steps_on_images_are_those_of_the_whole_model(
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_the_example_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = publish_with_images("llava", tmp_path / "llava")
-    llava().save_pretrained(directory)
+    PROCESSORS["llava"](TEMPLATE).save_pretrained(directory)
     page = Path(__file__).parents[2] / "docs" / "images.md"
     (text,) = re.findall(
         r"<!-- images example -->\n```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL

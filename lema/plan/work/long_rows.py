@@ -7,18 +7,15 @@ with the length. Operations of attention grow with its square, and all others ev
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
 from lema.plan.work.step import LayerSeconds, Timings
-from lema.plan.work.workload import LayerWork, MicroBatch, Workload
+from lema.plan.work.workload import LayerWork, MicroBatch, Workload, grown
 
 __all__ = ["in_proportion", "lengthened", "run_length", "timed_batch"]
 
 LONGEST = 8192  # tokens of a row that is run without values
 TIMED = 2048  # tokens of a row that is timed in the place of longer ones
-
-Description = TypeVar("Description")
 
 
 def run_length(length: int) -> int:
@@ -40,7 +37,7 @@ def lengthened(short: Workload, double: Workload, factor: float) -> Workload:
         double: what rows of twice that length cost.
         factor: how many times as long as the short ones they are.
     """
-    work: Workload = _grown(short, double, factor)
+    work: Workload = grown(short, double, factor)
     works = tuple(
         _with_square(*three, factor)
         for three in zip(work.works, short.works, double.works, strict=True)
@@ -50,13 +47,13 @@ def lengthened(short: Workload, double: Workload, factor: float) -> Workload:
     return replace(work, works=works, head=head)
 
 
-def _with_square(grown: LayerWork, short: LayerWork, double: LayerWork, factor: float) -> LayerWork:
+def _with_square(even: LayerWork, short: LayerWork, double: LayerWork, factor: float) -> LayerWork:
     """Return a layer's work with operations that grow with the square of the length."""
     forward = _with_square_flops(short.forward, double.forward, factor)
     recompute = _with_square_flops(short.recompute, double.recompute, factor)
     backward = _with_square_flops(short.backward, double.backward, factor)
     return replace(
-        grown,
+        even,
         forward=sum(forward),
         recompute=sum(recompute),
         backward=sum(backward),
@@ -68,27 +65,6 @@ def _with_square_flops(once: int, twice: int, factor: float) -> tuple[int, int]:
     """Return the operations of a longer row that grow evenly with it, and with its square."""
     square = max(0.0, (twice - 2 * once) / 2)
     return round((once - square) * factor), round(square * factor**2)
-
-
-def _grown(short: Description, double: Description, factor: float) -> Description:
-    """Return every number of a description, which grows evenly."""
-    first: Any = short
-    second: Any = double
-    grown: Any = first
-    if isinstance(first, tuple):
-        grown = tuple(_grown(*pair, factor) for pair in zip(first, second, strict=True))
-    elif is_dataclass(first):
-        kind: Any = type(first)
-        grown = kind(
-            *(
-                _grown(getattr(first, part.name), getattr(second, part.name), factor)
-                for part in fields(first)
-            )
-        )
-    elif type(first) is int:
-        grown = round(first + (factor - 1) * (second - first))
-    description: Description = grown
-    return description
 
 
 def timed_batch(batch: MicroBatch) -> MicroBatch:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,10 +34,11 @@ from lema.plan.work.meter import Tally, without_values
 from lema.stream import Lease
 from lema.stream.placement import LayerBytes
 
-__all__ = ["MicroBatch", "Workload", "calls_of", "measure"]
-
+__all__ = ["MicroBatch", "Workload", "calls_of", "grown", "measure"]
 
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
+
+Description = TypeVar("Description")
 
 
 @dataclass(frozen=True)
@@ -558,3 +559,25 @@ def _run_pieces(
         del head_inputs
         piece_passes(pieced, stream.lease, chunks, [leaf], differentiate=True)
     return HeadWork(0, tally.peak, Exchange(), waiting_bytes)
+
+
+def grown(first: Description, second: Description, factor: float) -> Description:
+    """Return every number of a description of rows that are `factor` times as many, or as long, as
+    those of `first`. `second` describes twice as many, or as long ones; numbers grow evenly."""
+    one: Any = first
+    two: Any = second
+    result: Any = one
+    if isinstance(one, tuple):
+        result = tuple(grown(*pair, factor) for pair in zip(one, two, strict=True))
+    elif is_dataclass(one):
+        kind: Any = type(one)
+        result = kind(
+            *(
+                grown(getattr(one, part.name), getattr(two, part.name), factor)
+                for part in fields(one)
+            )
+        )
+    elif type(one) is int:
+        result = round(one + (factor - 1) * (two - one))
+    description: Description = result
+    return description

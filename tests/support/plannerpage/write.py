@@ -77,7 +77,7 @@ NAMES = {  # of these modules, the definitions that a plan without a model takes
     ],
     "lema.activations.boundaries": ["NUM_BUFFERS", "boundaries_on_device", "boundaries_in_host"],
     "lema.activations.stepstore": ["STAGING", "graphs_on_device", "graphs_in_host"],
-    "lema.plan.work.workload": ["MicroBatch", "LayerWork", "HeadWork", "Workload"],
+    "lema.plan.work.workload": ["MicroBatch", "LayerWork", "HeadWork", "Workload", "grown"],
     "lema.plan.machine": [
         "GB",
         "GIB",
@@ -104,7 +104,6 @@ NAMES = {  # of these modules, the definitions that a plan without a model takes
         "_headroom",
         "_largest_micro_batch",
         "_of_rows",
-        "_grown",
         "_largest",
         "_notes",
     ],

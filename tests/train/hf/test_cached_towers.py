@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from aligned import aligned
-from everytype import difference
 from imagerows import STREAMED_IMAGES, TOWERLESS, image_batch, publish_with_images
 from parity import draw_b
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from publishedclass import published_class
 from soundrows import SOUND_TYPES, publish_with_sounds, sound_batch, video_batch
-from torch import Tensor
 from transformers import AutoConfig
+from wholesteps import farthest, numbers_of_step, whole_as
 
 import lema
 from lema.errors import ConfigError
@@ -49,32 +47,6 @@ def opened(directory: Path, cache: Path | str, **settings: Any) -> Iterator[Any]
         model.close()
 
 
-def whole(directory: Path, model: Any) -> Any:
-    kind = published_class(AutoConfig.from_pretrained(directory))
-    base = aligned(kind.from_pretrained(directory, dtype=torch.float32))
-    torch.manual_seed(SEED)
-    reference = get_peft_model(base, model.peft_config["default"])
-    draw_b(reference)
-    return reference.train()
-
-
-def step(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return loss, logits and every gradient that is there, by name."""
-    model.zero_grad(set_to_none=True)
-    output = model(**batch)
-    output.loss.backward()
-    numbers = {
-        name: parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.grad is not None
-    }
-    return numbers | {"loss": output.loss.detach(), "logits": output.logits.detach()}
-
-
-def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return max(difference(one.get(name), other.get(name)) for name in one.keys() | other.keys())
-
-
 def tower_bytes(model: Any) -> int:
     """Bytes of the towers that are in memory, but for a number that stands for one of them."""
     outer = model.opened.outer
@@ -99,16 +71,16 @@ def test_a_second_epoch_and_a_second_run_read_no_tower(model_type: str, tmp_path
         with opened(directory, tmp_path / "cache") as model:
             kept = model.opened.outer.cached_towers
             assert not kept.loaded and tower_bytes(model) == 0
-            reference = whole(directory, model)
+            reference = whole_as(model, directory, SEED)
             for epoch in range(2):
                 misses = kept.store.misses
                 for counts in EPOCH:
                     batch = (
                         sound_batch(model_type, counts) if hears else image_batch(reference, counts)
                     )
-                    numbers = step(model, batch)
+                    numbers = numbers_of_step(model, batch)
                     limit = LIMIT if model_type in ROUNDED else 0.0
-                    assert farthest(numbers, step(reference, batch)) <= limit
+                    assert farthest(numbers, numbers_of_step(reference, batch)) <= limit
                     outcomes.append(numbers)
                 assert (kept.store.misses > misses) == ((run, epoch) == (0, 0))
             assert kept.loaded == (run == 0) and kept.store.hits > 0
@@ -122,10 +94,10 @@ def test_layers_of_a_tower_that_stream_are_not_read_either(tmp_path: Path) -> No
     directory = publish_with_images("qwen3_vl", tmp_path / "model")
     for run in range(2):
         with opened(directory, tmp_path / "cache", towers="stream") as model:
-            reference = whole(directory, model)
+            reference = whole_as(model, directory, SEED)
             for _ in range(2):
                 for counts in EPOCH:
-                    step(model, image_batch(reference, counts))
+                    numbers_of_step(model, image_batch(reference, counts))
             counters = model.opened.outer.tower_layers.stream.counters
             images = model.opened.outer.cached_towers.store.misses
             assert images == (3 if run == 0 else 0)
@@ -138,24 +110,24 @@ def test_layers_of_a_tower_that_stream_are_not_read_either(tmp_path: Path) -> No
 def test_frames_of_a_video_are_kept_as_images_are(tmp_path: Path) -> None:
     directory = publish_with_images("qwen3_vl", tmp_path / "model")
     with opened(directory, tmp_path / "cache") as model:
-        reference = whole(directory, model)
+        reference = whole_as(model, directory, SEED)
         store = model.opened.outer.cached_towers.store
         batch = video_batch(reference, [2, 1])
-        expected = step(reference, batch)
-        assert farthest(step(model, batch), expected) <= LIMIT
+        expected = numbers_of_step(reference, batch)
+        assert farthest(numbers_of_step(model, batch), expected) <= LIMIT
         assert (store.misses, store.hits) == (3, 0)
-        assert farthest(step(model, batch), expected) <= LIMIT
+        assert farthest(numbers_of_step(model, batch), expected) <= LIMIT
         assert (store.misses, store.hits) == (3, 3)
 
 
 def test_other_weights_and_other_pixels_are_computed(tmp_path: Path) -> None:
     directory = publish_with_images("llava", tmp_path / "model")
     with opened(directory, tmp_path / "cache") as model:
-        reference = whole(directory, model)
+        reference = whole_as(model, directory, SEED)
         batch = image_batch(reference, [1])
-        step(model, batch)
+        numbers_of_step(model, batch)
         batch["pixel_values"][0, 0, 0, 0] += 1e-3
-        assert farthest(step(model, batch), step(reference, batch)) <= LIMIT
+        assert farthest(numbers_of_step(model, batch), numbers_of_step(reference, batch)) <= LIMIT
         store = model.opened.outer.cached_towers.store
         assert (store.misses, store.hits) == (2, 0)
         base = reference.get_base_model()
@@ -166,7 +138,13 @@ def test_other_weights_and_other_pixels_are_computed(tmp_path: Path) -> None:
     other.load_state_dict(weights, strict=False)
     other.save_pretrained(tmp_path / "other")
     with opened(tmp_path / "other", tmp_path / "cache") as model:
-        assert farthest(step(model, batch), step(whole(tmp_path / "other", model), batch)) <= LIMIT
+        assert (
+            farthest(
+                numbers_of_step(model, batch),
+                numbers_of_step(whole_as(model, tmp_path / "other", SEED), batch),
+            )
+            <= LIMIT
+        )
         store = model.opened.outer.cached_towers.store
         assert (store.misses, store.hits) == (1, 0)
 
@@ -176,8 +154,8 @@ def test_a_damaged_output_is_made_anew(harm: str, tmp_path: Path) -> None:
     directory = publish_with_images("gemma3", tmp_path / "model")
     cache = tmp_path / "cache"
     with opened(directory, cache) as model:
-        batch = image_batch(whole(directory, model), [1])
-        expected = step(model, batch)
+        batch = image_batch(whole_as(model, directory, SEED), [1])
+        expected = numbers_of_step(model, batch)
     (file,) = cache.rglob("*.safetensors")
     content = bytearray(file.read_bytes())
     sound = bytes(content)
@@ -193,10 +171,10 @@ def test_a_damaged_output_is_made_anew(harm: str, tmp_path: Path) -> None:
     file.write_bytes(content)
     with opened(directory, cache) as model:
         with pytest.warns(UserWarning, match="damaged and made anew"):
-            assert farthest(step(model, batch), expected) == 0.0
+            assert farthest(numbers_of_step(model, batch), expected) == 0.0
         assert model.opened.outer.cached_towers.loaded
     with opened(directory, cache) as model:
-        assert farthest(step(model, batch), expected) == 0.0
+        assert farthest(numbers_of_step(model, batch), expected) == 0.0
         assert not model.opened.outer.cached_towers.loaded
 
 
@@ -204,14 +182,18 @@ def test_a_full_folder_is_read_and_gets_no_larger(tmp_path: Path) -> None:
     directory = publish_with_images("llava", tmp_path / "model")
     cache = tmp_path / "cache"
     with opened(directory, cache, tower_cache_size=2000) as model:
-        reference = whole(directory, model)
+        reference = whole_as(model, directory, SEED)
         batch = image_batch(reference, [3, 1])
         with pytest.warns(UserWarning, match="raise tower_cache_size") as caught:
-            assert farthest(step(model, batch), step(reference, batch)) <= LIMIT
+            assert (
+                farthest(numbers_of_step(model, batch), numbers_of_step(reference, batch)) <= LIMIT
+            )
         assert len(caught) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert farthest(step(model, batch), step(reference, batch)) <= LIMIT
+            assert (
+                farthest(numbers_of_step(model, batch), numbers_of_step(reference, batch)) <= LIMIT
+            )
         store = model.opened.outer.cached_towers.store
         nbytes = sum(file.stat().st_size for file in cache.rglob("*.safetensors"))
         assert 0 < nbytes == store.nbytes <= 2000
@@ -225,7 +207,7 @@ def test_what_trains_or_draws_in_a_tower_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="something in the towers trains"):
         lema.streamed(directory, adapter, **options)
     with opened(directory, tmp_path / "cache") as model:
-        batch = image_batch(whole(directory, model), [1])
+        batch = image_batch(whole_as(model, directory, SEED), [1])
         tower = model.opened.skeleton.get_submodule("model.multi_modal_projector")
         tower.register_forward_hook(lambda *args: torch.nn.functional.dropout(args[-1], 0.5))
         with pytest.raises(ConfigError, match="draw random numbers"):

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from aligned import aligned
 from everytype import difference
 from imagerows import TOWERLESS, publish_with_images
 from parity import draw_b
-from peft import LoraConfig, get_peft_model
-from publishedclass import published_class
+from peft import LoraConfig
 from soundrows import SOUND_TYPES, VIDEO_TYPES, publish_with_sounds, sound_batch, video_batch
 from torch import Tensor
-from transformers import AutoConfig
+from wholesteps import numbers_of_step, whole_as
 
 import lema
 from lema.errors import ConfigError
@@ -35,19 +33,6 @@ def batch_of(model: Any, kind: str, counts: list[int]) -> dict[str, Tensor]:
     return sound_batch(kind, counts) if kind in SOUND_TYPES else video_batch(model, counts)
 
 
-def step(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the loss, the logits and every gradient that is there, by name."""
-    model.zero_grad(set_to_none=True)
-    output = model(**batch)
-    output.loss.backward()
-    numbers = {
-        name: parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.grad is not None
-    }
-    return numbers | {"loss": output.loss.detach(), "logits": output.logits.detach()}
-
-
 @pytest.mark.parametrize(("targets", "towers"), WAYS, ids=["all", "streamed towers"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_heard_or_seen_moving_trains_bitwise(
@@ -57,19 +42,15 @@ def test_what_is_heard_or_seen_moving_trains_bitwise(
     adapter = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
     settings = {"modalities": "all", "towers": towers, "device": "cpu", "seed": SEED}
     model = lema.streamed(directory, adapter, **settings)
-    whole = published_class(AutoConfig.from_pretrained(directory))
-    base = aligned(whole.from_pretrained(directory, dtype=torch.float32))
-    torch.manual_seed(SEED)
-    reference = get_peft_model(base, model.peft_config["default"])
-    for part in (model, reference):
-        draw_b(part)
-        part.train()
+    draw_b(model)
+    model.train()
+    reference = whole_as(model, directory, SEED)
     losses = []
     for counts in ROWS:
         batch = batch_of(reference, kind, counts)
-        expected = step(reference, batch)
+        expected = numbers_of_step(reference, batch)
         losses.append(expected["loss"].item())
-        numbers = step(model, batch)
+        numbers = numbers_of_step(model, batch)
         for name in expected.keys() | numbers.keys():
             assert difference(numbers.get(name), expected.get(name)) == 0.0, name
         if sum(counts):  # and what is seen or heard does matter
