@@ -275,10 +275,13 @@ def test_a_name_that_is_no_utf8_is_refused(place: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_long_rows_go_in_chunks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_go_in_chunks(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(place)
     options = ("--max-length", "32768", "--output", "long.yaml", "--profile", "4090")
     assert init("model", "1GB", *options) == 0
+    assert "note: max_length is 32,768, and the model was made for" in capsys.readouterr().out
     config = LemaConfig.from_yaml("long.yaml")
     assert config.max_length == 32768
     assert config.sequence_chunk == "auto"

@@ -244,6 +244,7 @@ def _summary(output: Path, choice: "Choice", machine: "Here") -> list[str]:
             f"{human_bytes(machine.disk_free)} of the disk are free: a model that is not here yet "
             "does not fit."
         )
+    lines += [f"note: {note}" for note in choice.notes]
     return [*lines, f"next: lema train {shlex.quote(str(output))}"]
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
-from lema.data.forms import longest_row, num_positions
+from lema.data.forms import beyond_positions, longest_row, num_positions
 from lema.errors import MemoryLimitError
 from lema.model.skeleton import find_layers
 from lema.plan.blueprint import draw_up
@@ -64,6 +64,7 @@ class Choice:
     hidden_from: float | None  # tokens of a step, from which on streaming takes no time; None: any
     # that go through a layer at once, where rows are long; None: whole rows
     chunk: int | None = None
+    notes: tuple[str, ...] = ()  # on what the settings leave open
 
 
 def size_text(nbytes: int) -> str:
@@ -167,6 +168,7 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
         planner.shape.tokens,
         crossover(needs.demand, needs.allocation, machine.speeds, planner.shape.tokens),
         planner.shape.micro_batch.chunk,
+        tuple(beyond_positions(drawn.model.config, planner.config)),
     )
 
 
