@@ -1751,19 +1751,19 @@ Workload.prototype.working_bytes.sig = ["times"];
 Workload.prototype.in_pieces.sig = ["times"];
 Workload.prototype.most.sig = ["head_bytes", "times"];
 const grown = py.named(function(first, second, factor) {
-let description, kind, one, result, two;
-one = first;
-two = second;
-result = one;
-if (py.t(py.isinstance(one, py.tuple))) {
-result = py.tuple((function*(t5) { for (const t6 of t5) { const pair = t6; yield py.call(grown, [...py.iter(pair), factor]); } })(py.iter(py.zip.call({strict: true}, one, two))));
+let description, double, kind, result, start;
+start = first;
+double = second;
+result = start;
+if (py.t(py.isinstance(start, py.tuple))) {
+result = py.tuple((function*(t5) { for (const t6 of t5) { const pair = t6; yield py.call(grown, [...py.iter(pair), factor]); } })(py.iter(py.zip.call({strict: true}, start, double))));
 } else {
-if (py.t(py.call(is_dataclass, [one]))) {
-kind = py.type(one);
-result = py.call(kind, [...py.iter((function*(t7) { for (const t8 of t7) { const part = t8; yield py.call(grown, [py.getattr(one, part.name), py.getattr(two, part.name), factor]); } })(py.iter(py.call(fields, [one]))))], {});
+if (py.t(py.call(is_dataclass, [start]))) {
+kind = py.type(start);
+result = py.call(kind, [...py.iter((function*(t7) { for (const t8 of t7) { const part = t8; yield py.call(grown, [py.getattr(start, part.name), py.getattr(double, part.name), factor]); } })(py.iter(py.call(fields, [start]))))], {});
 } else {
-if ((py.type(one) === py.int)) {
-result = py.round(py.add(one, py.mul(py.sub(factor, 1), py.sub(two, one))));
+if ((py.type(start) === py.int)) {
+result = py.round(py.add(start, py.mul(py.sub(factor, 1), py.sub(double, start))));
 }
 }
 }

@@ -564,20 +564,20 @@ def _run_pieces(
 def grown(first: Description, second: Description, factor: float) -> Description:
     """Return every number of a description of rows that are `factor` times as many, or as long, as
     those of `first`. `second` describes twice as many, or as long ones; numbers grow evenly."""
-    one: Any = first
-    two: Any = second
-    result: Any = one
-    if isinstance(one, tuple):
-        result = tuple(grown(*pair, factor) for pair in zip(one, two, strict=True))
-    elif is_dataclass(one):
-        kind: Any = type(one)
+    start: Any = first
+    double: Any = second
+    result: Any = start
+    if isinstance(start, tuple):
+        result = tuple(grown(*pair, factor) for pair in zip(start, double, strict=True))
+    elif is_dataclass(start):
+        kind: Any = type(start)
         result = kind(
             *(
-                grown(getattr(one, part.name), getattr(two, part.name), factor)
-                for part in fields(one)
+                grown(getattr(start, part.name), getattr(double, part.name), factor)
+                for part in fields(start)
             )
         )
-    elif type(one) is int:
-        result = round(one + (factor - 1) * (two - one))
+    elif type(start) is int:
+        result = round(start + (factor - 1) * (double - start))
     description: Description = result
     return description
