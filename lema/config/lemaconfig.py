@@ -136,11 +136,11 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Fetch images that rows name by URL (http, https), once at each start."""
     max_image_pixels: Silent[types.Count] = 50_000_000
     """The most pixels of an image, by its header, before it is decoded."""
-    max_image_bytes: Silent[types.Count] = 32 * 1024**2
-    """The most bytes of an image's file."""
+    max_image_bytes: Silent[types.Bytes] = 32 * 1024**2
+    """The most bytes of an image's file: "1MB", "32MiB", or bytes."""
     columns: OfData[types.Columns] = Field(default_factory=dict)
     """Your names of the columns, by LEMA's names: {prompt: question, completion: answer}. `role`
-    and `content` are fields of a message."""
+    and `content` are fields of a message. null, or NONE: a column of that name is not read."""
     chat_template: OfData[types.Name | None] = None
     """A .jinja file, the Jinja text itself, or a name: of a template of the tokenizer's, or of a
     published format (docs/chat-templates.md). None: the tokenizer's default."""

@@ -118,7 +118,11 @@ def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
     the settings name. `DataError`: no kind fits; the message lists the columns found and those
     understood."""
     present = {name for name, value in row.values.items() if value is not None}
-    named = {name for name in forms.columns if any(name in kind for kind in KINDS)}
+    named = {
+        name
+        for name, theirs in forms.columns.items()
+        if theirs is not None and any(name in kind for kind in KINDS)
+    }
     if present.issuperset(("chosen", "rejected")):
         how = "set objective: dpo, or rename 'chosen' to train only on it"
         raise row.broken(
