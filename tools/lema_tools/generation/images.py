@@ -1,5 +1,5 @@
-"""Images, videos and sounds that `lema generate`, `lema chat` and `lema eval` are given: the model is
-opened for them where there are some, and paths of users lead wherever they lie.
+"""Images, videos and sounds that `lema generate`, `lema chat` and `lema eval` are given: the model
+is opened for them where there are some, and paths of users lead wherever they lie.
 """
 
 from pathlib import Path
