@@ -253,8 +253,8 @@ class ImageProcessor:
                 text=[blank if text is None else text for text in texts],
                 **self._arguments(images),
                 add_special_tokens=False,
-                padding=padded,
-                padding_side="right",
+                # of texts alone, because sounds are padded as the processor's files say
+                text_kwargs={"padding": padded, "padding_side": "right"},
                 return_tensors="pt",
             )
         return {
