@@ -5,6 +5,7 @@ does, and texts are those that the whole model makes.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import AutoConfig
 from lema.storage.modelfiles import load_processor
 
 NEW = 6
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +122,21 @@ def test_what_does_not_go_with_sounds_is_refused_with_the_reason(
 ) -> None:
     assert lema("train", written(tmp_path, model, **changes)) == 2
     assert "the rows have images" in capsys.readouterr().err
+
+
+def test_the_rows_of_the_page_train_with_its_settings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "sounds-and-videos.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"<!-- sounds rows -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    config = (ROOT / "configs" / "lora_audio.yaml").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    rows = sound_rows(Path("data"), 8)
+    Path("data/calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, settings in (("page.yaml", text), ("config.yaml", config)):
+        small = settings.replace("Qwen/Qwen2-Audio-7B-Instruct", str(model))
+        Path(name).write_text(small.replace("4096", "64").replace("0.02", "0.25"))
+        options = ["--set", "device=cpu", "--set", f"output_dir=out-{name}"]
+        assert lema("train", name, *options) == 0, capsys.readouterr().err
+        assert (Path(f"out-{name}") / "adapter_model.safetensors").is_file()
