@@ -255,9 +255,11 @@ class ChunkedRows:
         """
         division = self._division
         if division is None:
-            on_device = host_keys is None or self._finished is not None
-            make = ChunkStates if on_device else host_keys.states
-            states = make(self.spans[-1].stop, self._fork, len(self._tokens))
+            shape = self.spans[-1].stop, self._fork, len(self._tokens)
+            if host_keys is None or self._finished is not None:
+                states = ChunkStates(*shape)
+            else:
+                states = host_keys.states(*shape)
         else:
             names = division.states.get(number, ())
             row = division.of(self.length)

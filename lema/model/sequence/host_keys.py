@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import FunctionCtx
 
 from lema.backend import Carrier
@@ -32,7 +33,7 @@ from lema.model.sequence.blockmask import QUESTIONS
 from lema.model.sequence.pages import PagedTokens, PageForm, PageStore
 from lema.model.sequence.states import ChunkStates, Span
 
-__all__ = ["HostKeys", "KeysElsewhere"]
+__all__ = ["HostKeys", "HostStates", "KeysElsewhere"]
 
 PAGE_BYTES = 4 << 20  # of keys and values of all rows, a few of a link's shortest full copies
 
@@ -47,9 +48,9 @@ class HostKeys:
     def __init__(self, carrier: Carrier) -> None:
         self.store = PageStore(carrier)
 
-    def states(self, length: int, fork: int = 0, num_rows: int = 1) -> ChunkStates:
+    def states(self, length: int, fork: int = 0, num_rows: int = 1) -> HostStates:
         """Return what takes the states of a layer; the arguments are those of `ChunkStates`."""
-        return _HostStates(self.store, length, fork, num_rows)
+        return HostStates(self.store, length, fork, num_rows)
 
 
 class KeysElsewhere(Tensor):
@@ -60,7 +61,9 @@ class KeysElsewhere(Tensor):
     def standing_for(states: Tensor, num_tokens: int) -> KeysElsewhere:
         """Return what stands for so many tokens; `states` are those of a chunk."""
         shape = (*states.shape[:-2], num_tokens, states.shape[-1])
-        return states.new_empty(1).expand(*shape).as_subclass(KeysElsewhere)
+        with unset_fake_temporarily():
+            stand_in = torch.empty(1, dtype=states.dtype, device=states.device).expand(*shape)
+            return stand_in.as_subclass(KeysElsewhere)
 
     @classmethod
     def __torch_function__(
@@ -83,7 +86,7 @@ class KeysElsewhere(Tensor):
         )
 
 
-class _HostStates(ChunkStates):
+class HostStates(ChunkStates):
     """What a layer keeps of one micro-batch, with keys and values in pages of host memory.
 
     Args:
@@ -106,6 +109,14 @@ class _HostStates(ChunkStates):
         """Bytes on the device."""
         paged = (self._paged, self._sums)
         return super().nbytes + sum(tokens.nbytes for tokens in paged if tokens is not None)
+
+    @property
+    def host_bytes(self) -> tuple[int, int]:
+        """Bytes of host memory for keys and values of the whole row, and for the sums of their
+        gradients."""
+        if self._paged is None:
+            return 0, 0
+        return self._paged.host_bytes, self._all_sums().host_bytes
 
     def extended(
         self, keys: Tensor, values: Tensor, span: Span, first: int
@@ -133,10 +144,11 @@ class _HostStates(ChunkStates):
 
     def _form(self, keys: Tensor, values: Tensor) -> PageForm:
         """Return how keys and values lie in a page, of a whole number of blocks."""
-        one = PageForm(KEYS, tuple((part.shape[1], part.shape[-1], part.dtype) for part in (keys, values)))
+        parts = tuple((part.shape[1], part.shape[-1], part.dtype) for part in (keys, values))
+        one = PageForm(KEYS, parts)
         num_blocks = min(PAGE_BYTES // (self._num_rows * one.row_bytes), -(-self._length // KEYS))
         # a power of two, because rows of all lengths use the same room
-        return PageForm(KEYS << max(0, num_blocks.bit_length() - 1), one.parts)
+        return PageForm(KEYS << max(0, num_blocks.bit_length() - 1), parts)
 
     def attended(self, span: Span, first: int) -> _Attended:
         """Return the keys and values from token `first` to the end of a chunk, by blocks."""
@@ -217,7 +229,7 @@ class _Attended:
 
     on_device = False
 
-    def __init__(self, states: _HostStates, span: Span, first: int) -> None:
+    def __init__(self, states: HostStates, span: Span, first: int) -> None:
         self._states = states
         self._span = span
         self._first = first
@@ -244,7 +256,7 @@ class _Alone(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, keys: Tensor, values: Tensor, states: _HostStates, span: Span
+        ctx: FunctionCtx, keys: Tensor, values: Tensor, states: HostStates, span: Span
     ) -> tuple[Tensor, Tensor]:
         handed = keys.detach().contiguous().clone(), values.detach().contiguous().clone()
         needs_grad: Sequence[bool] = ctx.needs_input_grad  # type: ignore[attr-defined] # autograd has it

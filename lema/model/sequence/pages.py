@@ -225,9 +225,7 @@ class PagedTokens:
         num_rows: the most rows that have been written.
     """
 
-    def __init__(
-        self, store: PageStore, form: PageForm, length: int, *, num_rows: int = 0
-    ) -> None:
+    def __init__(self, store: PageStore, form: PageForm, length: int, *, num_rows: int = 0) -> None:
         self.form = form
         self.num_rows = num_rows
         self._length = length
@@ -237,6 +235,11 @@ class PagedTokens:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._pages.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for all pages of the row."""
+        return -(-self._length // self.form.tokens) * self.num_rows * self.form.row_bytes
 
     def write(self, tensors: Sequence[Tensor], start: int) -> None:
         """Write the parts of some tokens from `start` on, `[rows, heads, n, width]`; tokens of the
@@ -251,9 +254,11 @@ class PagedTokens:
 
     def read(self, start: int, stop: int, num_rows: int) -> list[Tensor]:
         """Return the parts of the tokens from `start` to before `stop`, for so many rows; of pages
-        that have one row for all, the same."""
+        that have one row for all, the same. What has not been written is zero."""
         pages = self._bounds(start, stop)
         self._pages.keep([*(number for number, _ in pages), pages[-1][0] + 1])
+        for number, _ in pages:
+            self._pages.begin(number, 1)
         pieces = [self._parts(number, bounds, slice(num_rows)) for number, bounds in pages]
         self._pages.expect(pages[-1][0] + 1)
         pieces = [
@@ -289,9 +294,7 @@ class PagedTokens:
                 for part in parts:
                     part.zero_()
             first = number * self.form.tokens
-            if bounds.start == first and bounds.stop == min(
-                first + self.form.tokens, self._length
-            ):
+            if bounds.start == first and bounds.stop == min(first + self.form.tokens, self._length):
                 self._pages.forget(number)
 
     def _bounds(self, start: int, stop: int) -> list[tuple[int, slice]]:

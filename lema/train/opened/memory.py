@@ -225,7 +225,10 @@ class MemoryUse:
     @property
     def _keys_in_host(self) -> bool:
         """Whether keys and values wait in host memory between chunks."""
-        return self._config.keys_values == "host"
+        keys_values = self._config.keys_values
+        if keys_values == "auto":
+            return self.planner.shape.micro_batch.host_keys
+        return keys_values == "host"
 
     def _division(self, chunk: int | None) -> RowDivision | None:
         """Return how processes divide rows; None: each has rows of its own, as one that is alone
