@@ -320,6 +320,11 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     same. Losses and gradients change by rounding, and with dropout also the random numbers. auto:
     the largest power of two with which a step fits into `device_memory`, or whole sequences if they
     fit; a resumed run keeps it. null: whole sequences."""
+    keys_values: Reported[Literal["auto", "device", "host"]] = "auto"
+    """Where keys and values of the layer at work, and sums of their gradients, wait while rows go
+    through it in chunks (`sequence_chunk`): `device`, or `host`, from where attention has a few
+    blocks of them at a time. auto: `device`, or else `host` if a step fits only so into
+    `device_memory`; a resumed run keeps it. `lema generate` has an option for its own."""
     context_parallel_size: Reported[Annotated[int, Field(ge=2)] | None] = None
     """Processes that divide the sequence of each row between them (context parallelism), of those
     that `torchrun` starts. Losses and gradients change as with `sequence_chunk`, which then says
@@ -549,6 +554,13 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     def _about_chunks(self) -> Iterator[Problem]:
         """Yield what sequences in chunks have not been tested with."""
         setting = "sequence_chunk" if self.context_parallel_size is None else DIVIDED
+        if self.keys_values == "host" and (setting == DIVIDED or self.sequence_chunk is None):
+            what = "rows that go through layers at once have theirs on the device"
+            how = "set sequence_chunk"
+            if setting == DIVIDED:
+                what = f"{DIVIDED} sends keys and values from device to device"
+                how = "leave one of them out"
+            yield Problem("keys_values", what, how)
         if self.sequence_chunk is None and setting != DIVIDED:
             return
         untested = {

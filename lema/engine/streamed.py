@@ -45,6 +45,7 @@ from lema.model import Split
 from lema.model.flow import LayerCall, Prelude
 from lema.model.inputs import IMAGES, model_inputs
 from lema.model.sequence.division import RowDivision
+from lema.model.sequence.host_keys import HostKeys
 from lema.stream import LayerStream, Lease, StreamCounters
 
 __all__ = ["StreamedModel"]
@@ -65,6 +66,7 @@ class StreamedModel:
             adapter.
         sequence_chunk: tokens of a sequence that go through a layer at once; None: all.
         division: how processes divide rows; None: each has rows of its own.
+        host_keys: as in `Engine`.
 
     Attributes:
         engine: the objects that the layers of a pass work with.
@@ -94,6 +96,7 @@ class StreamedModel:
         reference: StartingAdapter | None = None,
         sequence_chunk: int | None = None,
         division: RowDivision | None = None,
+        host_keys: HostKeys | None = None,
     ) -> None:
         self.head = head
         self.activations = activations or Activations(split, backend, stream.trace)
@@ -115,7 +118,9 @@ class StreamedModel:
             together=division is not None,
             **advice,
         )
-        self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=retry)
+        self.engine = Engine(
+            split, stream, backend, runs_again=runs_again, retry=retry, host_keys=host_keys
+        )
         self.sequence_chunk = sequence_chunk
         in_chunks = sequence_chunk is not None or division is not None
         self.layers = layers_of(self.engine, in_chunks=in_chunks)

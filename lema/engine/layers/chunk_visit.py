@@ -313,5 +313,5 @@ class ChunkVisit:
         if not isinstance(call, ChunkedCall):
             return nullcontext()
         if self._states is None:
-            self._states = call.rows.states(self._number)
+            self._states = call.rows.states(self._number, self._engine.host_keys)
         return call.cache.holding(self._number, call.spans[chunk], self._states, stops=stops)

@@ -26,6 +26,7 @@ from lema.model.sequence.blockmask import block_masks
 from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
 from lema.model.sequence.divided_states import DividedStates
 from lema.model.sequence.division import RowDivision
+from lema.model.sequence.host_keys import HostKeys
 from lema.model.sequence.masks import (
     asks_for_packs,
     numbers_of_rows,
@@ -244,11 +245,21 @@ class ChunkedRows:
         """Return the rows for which a chunk is computed: the first one, if all have its tokens."""
         return slice(1) if self.spans[chunk].stop <= self._fork else slice(None)
 
-    def states(self, number: int) -> ChunkStates:
-        """Return what takes the states of a layer through which the chunks are to go."""
+    def states(self, number: int, host_keys: HostKeys | None = None) -> ChunkStates:
+        """Return what takes the states of a layer through which the chunks are to go.
+
+        Args:
+            number: the layer.
+            host_keys: has keys and values wait in host memory, unless somebody takes them; None:
+                they are on the device.
+        """
         division = self._division
         if division is None:
-            states = ChunkStates(self.spans[-1].stop, self._fork, len(self._tokens))
+            shape = self.spans[-1].stop, self._fork, len(self._tokens)
+            if host_keys is None or self._finished is not None:
+                states = ChunkStates(*shape)
+            else:
+                states = host_keys.states(*shape)
         else:
             names = division.states.get(number, ())
             row = division.of(self.length)
