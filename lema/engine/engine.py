@@ -81,7 +81,7 @@ class Engine:
         self.stop = NEVER
         # a backend may have one
         self._end_visit: Callable[[], None] = getattr(backend, "end_visit", lambda: None)
-        self.observe: Observe = lambda *_: None
+        self.observe: Observe = _unseen
         self._state: Tensor | None = None
 
     def train_weights(self, trained: TrainedWeights) -> None:
@@ -114,6 +114,11 @@ class Engine:
         finally:
             self.observe = before
 
+    @property
+    def observes(self) -> bool:
+        """Whether somebody sees the gradients of hidden states."""
+        return self.observe is not _unseen
+
     def generator_state(self) -> Tensor:
         """Return the generator's state, in the tensor returned last time if nothing was drawn
         since. One tensor is enough, because without dropout every layer and micro-batch has the
@@ -144,3 +149,7 @@ class Engine:
     def adapters_of(self, layer: int) -> list[nn.Parameter]:
         """Return the trainable parameters of one layer."""
         return [p for p in self.split.layers[layer].parameters() if p.requires_grad]
+
+
+def _unseen(layer: int, gradients: Sequence[Tensor | None]) -> None:
+    """Nobody sees gradients."""

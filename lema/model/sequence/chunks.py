@@ -61,7 +61,7 @@ PACK = (0, 1, 0, 1)  # positions of two rows
 
 
 Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes room, in host memory, for a tensor."""
+"""Makes a tensor of zeros in host memory."""
 
 
 class Front(Protocol):
@@ -223,7 +223,7 @@ class ChunkedRows:
             else:
                 if hidden is None:
                     shape = (len(self._tokens), self.length, *front.hidden.shape[2:])
-                    hidden = allocate(shape, front.hidden.dtype).zero_()
+                    hidden = allocate(shape, front.hidden.dtype)
                 hidden[:, self.spans[chunk].slice] = front.hidden
             self._calls[chunk] = front.calls
             most = MOST_IN_HOST if allocate is not None else most_of_calls(hidden_bytes)
