@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -43,6 +44,7 @@ SHORT = 128  # tokens of the rows before and behind the long one
 VOCABULARY = 512
 HEAD_SIZE = 32
 WINDOW = 1024
+TINY = 4, 64, 128, 256  # layers, sizes of hidden states and in MLPs, tokens of a chunk
 # Every layer attends to all tokens, to those of a window, or one of four does and three have states
 CONFIGS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
     "full": (LlamaConfig, {}),
@@ -75,13 +77,18 @@ def main() -> None:
     parser.add_argument("--boundaries", default="disk", help="where inputs of layers wait")
     parser.add_argument("--straight-only", action="store_true", help="no kill: measure one run")
     parser.add_argument("--directory", type=Path, help="where files go (a disk, not memory)")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.layers, arguments.hidden, arguments.intermediate, arguments.chunk = TINY
     limit = round(LIMIT * arguments.length / LONGEST)
     if arguments.memory:
         limit = round(arguments.memory * GB)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         row = measured(arguments, Path(name), limit)
-    print(row)
+    print(json.dumps(row))
+    if arguments.tiny:
+        return
     shape = Shape(
         arguments.hidden,
         arguments.intermediate,
@@ -110,7 +117,7 @@ def measured(arguments: argparse.Namespace, directory: Path, limit: int) -> dict
         row["cpu_seconds"] = round(step_seconds, 1)
         run.wait_for_end()
         row["peak"] = [run.group.counters()["peak"]]
-    print(row, flush=True)
+    print(json.dumps(row), flush=True)
     if arguments.straight_only:
         return row
     with started(settings, cut, limit) as run:
