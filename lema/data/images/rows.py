@@ -14,6 +14,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from lema.data.images.decoder import Decoded, Decoder
 from lema.data.images.processor import OF_TOKENS, OF_TYPES, ImageProcessor
 from lema.data.images.sources import ImageSource
 from lema.errors import DataError
@@ -34,7 +35,7 @@ class ImageRecord:
         start: tokens of the whole row that were cut off its beginning.
         end: tokens of the whole row up to the end of its last image.
         spans: the first token of each image in the whole row, and the one after its last.
-        sizes: width and height of each image.
+        extents: of each, as of `Decoder.extent`.
     """
 
     text: str
@@ -42,7 +43,7 @@ class ImageRecord:
     start: int
     end: int
     spans: tuple[tuple[int, int], ...] = ()
-    sizes: tuple[tuple[int, int], ...] = ()
+    extents: tuple[tuple[float, ...], ...] = ()
 
     def shifted(self, start: int) -> ImageRecord:
         """Return the record of the row without so many tokens at its beginning."""
@@ -62,13 +63,15 @@ class ImageRecord:
         """Return what there is to say of each image; see `RowImages.described`."""
         separate = len(self.spans) == len(self.sources)
         images = []
-        for number, (source, size) in enumerate(zip(self.sources, self.sizes, strict=True)):
+        for number, (source, extent) in enumerate(zip(self.sources, self.extents, strict=True)):
             start, end = self.spans[number] if separate else (None, None)
             tokens = None if start is None or end is None else end - start
             first = None if start is None else start - self.start
-            images.append(
-                {"name": source.name, "size": list(size), "first": first, "tokens": tokens}
-            )
+            size: dict[str, Any] = {"size": list(extent)}
+            if source.kind == "audio":
+                size = {"seconds": round(extent[0], 2)}
+            about = {"name": source.name, "kind": source.kind, **size}
+            images.append(about | {"first": first, "tokens": tokens})
         return images
 
     @property
@@ -86,15 +89,15 @@ class RowImages(Sequence[ImageRecord | None]):
     Args:
         records: those of each row.
         processor: of the model.
-        max_pixels: of an image.
+        decoder: decodes the images, videos and sounds.
     """
 
     def __init__(
-        self, records: Sequence[ImageRecord | None], processor: ImageProcessor, max_pixels: int
+        self, records: Sequence[ImageRecord | None], processor: ImageProcessor, decoder: Decoder
     ) -> None:
         self.records = tuple(records)
         self._processor = processor
-        self._max_pixels = max_pixels
+        self._decoder = decoder
 
     def __len__(self) -> int:
         return len(self.records)
@@ -105,7 +108,7 @@ class RowImages(Sequence[ImageRecord | None]):
     def __getitem__(self, index: slice) -> RowImages: ...
     def __getitem__(self, index: int | slice) -> ImageRecord | RowImages | None:
         if isinstance(index, slice):
-            return RowImages(self.records[index], self._processor, self._max_pixels)
+            return RowImages(self.records[index], self._processor, self._decoder)
         return self.records[index]
 
     def before_answers(self, prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -136,7 +139,7 @@ class RowImages(Sequence[ImageRecord | None]):
         if first is None:
             return None
         records = [None if part is None else part.records[0] for part in parts]
-        return cls(records, first._processor, first._max_pixels)
+        return cls(records, first._processor, first._decoder)
 
     @property
     def num_images(self) -> int:
@@ -156,6 +159,14 @@ class RowImages(Sequence[ImageRecord | None]):
             about.update(b"" if record is None else record.digest)
         return about.digest()
 
+    def decoded(self) -> list[list[Decoded]]:
+        """Decode the images, videos and sounds of each row. `DataError`: one cannot be read any
+        more, or is another one."""
+        return [
+            [] if record is None else [source.load(self._decoder) for source in record.sources]
+            for record in self.records
+        ]
+
     def inputs(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Decode the images, and return what the model is given besides tokens and mask.
 
@@ -170,11 +181,7 @@ class RowImages(Sequence[ImageRecord | None]):
             DataError: an image cannot be read any more, or is another one.
         """
         texts = [None if record is None else record.text for record in self.records]
-        images = [
-            [] if record is None else [source.load(self._max_pixels) for source in record.sources]
-            for record in self.records
-        ]
-        outputs = self._processor.inputs(texts, images)
+        outputs = self._processor.inputs(texts, self.decoded())
         ids = outputs["input_ids"]
         inputs = {
             name: value
