@@ -21,7 +21,7 @@ from lema.lora.files import with_adapter
 from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
 from lema.model.towers.stacks import uncounted
-from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
+from lema.plan.cost import Allocation, Demand, crossover, phases, saved_elsewhere
 from lema.plan.divided_rows import divided_note
 from lema.plan.groups import ExpertSummary, expert_summary
 from lema.plan.lengths import LongRows, long_rows
@@ -42,6 +42,7 @@ Rows: TypeAlias = TokenDataset | PreferenceDataset  # that a run trains on
 GB = 10**9
 BOTTLENECKS = {"compute": "computing", "link": "the link", "disk": "the disk"}
 MOST_TOKENS = 1 << 24  # per step; larger steps are not looked for
+MOST_ADAPTERS = 1024  # more are not looked for
 CURVE = 33  # points
 JSON_FIELDS = (  # of a plan
     *(
@@ -82,6 +83,9 @@ class Headroom:
     # seconds that each GB more of device memory, enough for a layer, would save in each step
     gigabyte_on_device: float
     gigabyte_in_host: float  # seconds that each GB more of host memory would save in each step
+    adapter_bytes: int  # of device memory: the run's adapter, its gradients and AdamW's moments
+    # such adapters that fit at once beside the weights, as a learner has them; 0: the run has none
+    adapters: int
 
 
 @dataclass(frozen=True)
@@ -460,7 +464,22 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
         largest_step=_largest(step_fits, MOST_TOKENS // micro.tokens) * micro.tokens,
         gigabyte_on_device=saved_by("device_memory", on_device),
         gigabyte_in_host=saved_by("host_memory", in_host),
+        adapter_bytes=planner.blueprint.adapter_bytes * (planner.blueprint.trained is None),
+        adapters=_most_adapters(planner, demand),
     )
+
+
+def _most_adapters(planner: Planner, demand: Demand) -> int:
+    """Return how many adapters like the run's fit at once; 0: it trains none."""
+    nbytes = planner.blueprint.adapter_bytes
+    if planner.blueprint.trained is not None or not nbytes:
+        return 0
+
+    def adapters_fit(count: int) -> bool:
+        more = (count - 1) * nbytes
+        return planner.fits(replace(demand, adapter_bytes=demand.adapter_bytes + more))
+
+    return _largest(adapters_fit, MOST_ADAPTERS)
 
 
 def _largest_micro_batch(planner: Planner) -> int:
