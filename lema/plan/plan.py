@@ -34,7 +34,17 @@ from lema.plan.work.workload import MicroBatch, Workload, grown
 from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
 
-__all__ = ["Plan", "brief", "hiding_tokens", "make_plan", "plan_with", "step_curve", "verdict_of"]
+__all__ = [
+    "MOST_ADAPTERS",
+    "Plan",
+    "brief",
+    "hiding_tokens",
+    "make_plan",
+    "most_adapters",
+    "plan_with",
+    "step_curve",
+    "verdict_of",
+]
 
 Rows: TypeAlias = TokenDataset | PreferenceDataset  # that a run trains on
 
@@ -456,6 +466,8 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
 
     config = planner.config
     micro = planner.shape.micro_batch
+    adapter = planner.blueprint.adapter_bytes if planner.blueprint.trained is None else 0
+    without = replace(demand, adapter_bytes=demand.adapter_bytes - adapter)
     on_device = sum(memory.device.values()) if config.device_memory is None else memory.device_limit
     in_host = sum(needs.host.values()) if config.host_memory is None else memory.host_limit
     return Headroom(
@@ -464,22 +476,27 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
         largest_step=_largest(step_fits, MOST_TOKENS // micro.tokens) * micro.tokens,
         gigabyte_on_device=saved_by("device_memory", on_device),
         gigabyte_in_host=saved_by("host_memory", in_host),
-        adapter_bytes=planner.blueprint.adapter_bytes * (planner.blueprint.trained is None),
-        adapters=_most_adapters(planner, demand),
+        adapter_bytes=adapter,
+        adapters=most_adapters(planner, without, adapter),
     )
 
 
-def _most_adapters(planner: Planner, demand: Demand) -> int:
-    """Return how many adapters like the run's fit at once; 0: it trains none."""
-    nbytes = planner.blueprint.adapter_bytes
-    if planner.blueprint.trained is not None or not nbytes:
-        return 0
+def most_adapters(planner: Planner, demand: Demand, nbytes: int) -> int:
+    """Return how many adapters fit at once beside what a step needs.
+
+    Args:
+        planner: of the step.
+        demand: what the step needs.
+        nbytes: of an adapter, with its gradients and optimizer.
+
+    Returns:
+        The number; 0: the adapters take nothing, or not one fits.
+    """
 
     def adapters_fit(count: int) -> bool:
-        more = (count - 1) * nbytes
-        return planner.fits(replace(demand, adapter_bytes=demand.adapter_bytes + more))
+        return planner.fits(replace(demand, adapter_bytes=demand.adapter_bytes + count * nbytes))
 
-    return _largest(adapters_fit, MOST_ADAPTERS)
+    return _largest(adapters_fit, MOST_ADAPTERS) if nbytes else 0
 
 
 def _largest_micro_batch(planner: Planner) -> int:

@@ -103,7 +103,7 @@ NAMES = {  # of these modules, the definitions that a plan without a model takes
         "_epoch",
         "_memory",
         "_headroom",
-        "_most_adapters",
+        "most_adapters",
         "_largest_micro_batch",
         "_of_rows",
         "_largest",
