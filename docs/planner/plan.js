@@ -3312,7 +3312,7 @@ on_disk = new Map([["model", model], ["boundaries", spilled], ["saved", saved], 
 return new PlannedMemory(needs.device, py.or_(needs.host, new Map([["process", planner.machine_state.process_bytes]])), on_disk, ...py.iter(py.bound(planner, 'limits')));
 }, ["needs"]);
 const _headroom = py.named(function(needs, memory, seconds) {
-let bought, config, demand, in_host, micro, on_device, planner, saved_by, step_fits;
+let adapter, bought, config, demand, in_host, micro, on_device, planner, saved_by, step_fits, without;
 planner = needs.planner;
 demand = py.bound(needs, 'demand');
 bought = math.ceil(py.div(py.max((function*(t1) { for (const t2 of t1) { const layer = t2; yield layer.nbytes; } })(py.iter(planner.blueprint.layers))), GB));
@@ -3326,23 +3326,19 @@ return planner.fits(planner.demand(new StepShape(micro, py.mul(count, micro.rows
 }, ["count"]);
 config = planner.config;
 micro = planner.shape.micro_batch;
+adapter = ((planner.blueprint.trained == null) ? planner.blueprint.adapter_bytes : 0);
+without = py.replace(demand, {adapter_bytes: py.sub(demand.adapter_bytes, adapter)});
 on_device = ((config.device_memory == null) ? py.sum(py.values(memory.device)) : memory.device_limit);
 in_host = ((config.host_memory == null) ? py.sum(py.values(needs.host)) : memory.host_limit);
-return py.call(Headroom, [], {crossover: py.call(_crossover, [needs]), largest_micro_batch: py.call(_largest_micro_batch, [planner]), largest_step: py.mul(py.call(_largest, [step_fits, py.floordiv(MOST_TOKENS, micro.tokens)]), micro.tokens), gigabyte_on_device: py.call(saved_by, ["device_memory", on_device], {}), gigabyte_in_host: py.call(saved_by, ["host_memory", in_host], {}), adapter_bytes: py.mul(planner.blueprint.adapter_bytes, (planner.blueprint.trained == null)), adapters: py.call(_most_adapters, [planner, demand])});
+return py.call(Headroom, [], {crossover: py.call(_crossover, [needs]), largest_micro_batch: py.call(_largest_micro_batch, [planner]), largest_step: py.mul(py.call(_largest, [step_fits, py.floordiv(MOST_TOKENS, micro.tokens)]), micro.tokens), gigabyte_on_device: py.call(saved_by, ["device_memory", on_device], {}), gigabyte_in_host: py.call(saved_by, ["host_memory", in_host], {}), adapter_bytes: adapter, adapters: py.call(most_adapters, [planner, without, adapter])});
 }, ["needs", "memory", "seconds"]);
-const _most_adapters = py.named(function(planner, demand) {
-let adapters_fit, nbytes;
-nbytes = planner.blueprint.adapter_bytes;
-if (((planner.blueprint.trained != null) || !py.t(nbytes))) {
-return 0;
-}
+const most_adapters = py.named(function(planner, demand, nbytes) {
+let adapters_fit;
 adapters_fit = py.named(function(count) {
-let more;
-more = py.mul(py.sub(count, 1), nbytes);
-return planner.fits(py.replace(demand, {adapter_bytes: py.add(demand.adapter_bytes, more)}));
+return planner.fits(py.replace(demand, {adapter_bytes: py.add(demand.adapter_bytes, py.mul(count, nbytes))}));
 }, ["count"]);
-return py.call(_largest, [adapters_fit, MOST_ADAPTERS]);
-}, ["planner", "demand"]);
+return (py.t(nbytes) ? py.call(_largest, [adapters_fit, MOST_ADAPTERS]) : 0);
+}, ["planner", "demand", "nbytes"]);
 const _largest_micro_batch = py.named(function(planner) {
 let at_once, fits, micro_batch, one_row, two;
 micro_batch = planner.shape.micro_batch;
@@ -3380,5 +3376,5 @@ left = py.range(py.add(py.floordiv(high, 2), 1), py.min(high, py.add(most, 1)));
 return py.add(py.floordiv(high, 2), py.call(bisect_left, [left, true], {key: ((number) => ((!py.t(py.call(fits, [number], {})))))}));
 }, ["fits", "most"]);
 const _notes = stubs._notes;
-return {BOTTLENECKS, CURVE, Epoch, GB, Headroom, MOST_ADAPTERS, MOST_TOKENS, Plan, PlannedMemory, _crossover, _epoch, _headroom, _largest, _largest_micro_batch, _limited, _memory, _most_adapters, _notes, _of_rows, plan_with};
+return {BOTTLENECKS, CURVE, Epoch, GB, Headroom, MOST_ADAPTERS, MOST_TOKENS, Plan, PlannedMemory, _crossover, _epoch, _headroom, _largest, _largest_micro_batch, _limited, _memory, _notes, _of_rows, most_adapters, plan_with};
 })();
