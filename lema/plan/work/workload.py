@@ -55,6 +55,8 @@ class MicroBatch:
     packed: bool = False
     # tokens that go through a layer at once; None: all of a row
     chunk: int | None = None
+    # tokens of which modules that work token by token run at once; None: all
+    tile: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -202,7 +204,7 @@ def measure(
         split = Split(model, load("cpu"), parallel=parallel, cast=cast)
     trained = trained or [()] * len(layers)
     kinds = cost_kinds(split, layers, trained)
-    with without_values(model):
+    with without_values(model), split.tiles.sized(batch.tile):
         try:
             return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, measured)
         except (*VALUES_NEEDED, LemaError) as error:
