@@ -6,9 +6,9 @@ tiles, and one by one, as of all at once, and if changing one token changes no o
 nothing in its modules, draw nothing but for dropout, and return one tensor. Tiles are worth it where
 it keeps more for the backward than its input and its output have.
 
-A plan has no weights. There a module is run with weights that are made up: one number for each
-matrix, which takes no memory. Stacked experts are not, because their products are of all of them,
-and `transformers` defines what they make of each token.
+A plan has no weights. There a module is run with weights that are made up: each row of a matrix is
+one number, so they take no memory. Stacked experts are not, because their products are of all of
+them, and `transformers` defines what they make of each token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHANGED = 4  # a token
 TOLERANCE = {True: 0.1, False: 1e-4}  # by whether it computes in half precision
 # how many times its input and its output a module has to keep
 WORTH_IT = 1.5
-NUMBER = 0.02  # that stands for weights
+SMALL = 0.1  # numbers that stand for weights
 
 Run = Callable[[Sequence[Tensor], CallForm], Any]
 
@@ -75,7 +75,9 @@ def works_by_token(
         if stacked:
             return True
         with _disable_current_modes():
-            return _is_by_token(module, _run_of(_with_made_up_weights(module)), _made_up(sample), backend)
+            return _is_by_token(
+                module, _run_of(_with_made_up_weights(module)), _made_up(sample), backend
+            )
     return False
 
 
@@ -143,9 +145,7 @@ def _is_worth_it(module: nn.Module, run: Run, sample: TokenArguments) -> bool:
     return sum(saved.values()) >= WORTH_IT * around
 
 
-def _is_by_token(
-    module: nn.Module, run: Run, sample: TokenArguments, backend: Backend
-) -> bool:
+def _is_by_token(module: nn.Module, run: Run, sample: TokenArguments, backend: Backend) -> bool:
     """Whether a module makes of each token what depends on that token alone."""
     drawn = backend.rng_state()
     inputs = _leaves(sample.tensors)
@@ -191,7 +191,8 @@ def _values_are_by_token(output: Tensor, run: Run, sample: TokenArguments) -> bo
     flat = [form.flat(tensor) for tensor in sample.tensors]
     half = torch.finfo(output.dtype).bits < 32 or torch.is_autocast_enabled(output.device.type)
     expected = form.flat(output).flatten(1).float()
-    lengths = expected.norm(dim=1).clamp(min=1e-30)
+    norms = expected.norm(dim=1)
+    lengths = norms.clamp(min=1e-3 * float(norms.mean()) + 1e-30)
 
     def same(made: Any, tokens: Sequence[int] = range(NUM_TOKENS)) -> bool:
         rows = made.reshape(NUM_TOKENS, -1).float()
@@ -199,8 +200,7 @@ def _values_are_by_token(output: Tensor, run: Run, sample: TokenArguments) -> bo
         return bool((errors[[*tokens]] <= TOLERANCE[half]).all())
 
     tiles = [
-        run([form.tile(tensor, span) for tensor in flat], form)[..., :]
-        for span in form.spans(TILE)
+        run([form.tile(tensor, span) for tensor in flat], form)[..., :] for span in form.spans(TILE)
     ]
     if not same(torch.cat([tile.flatten(0, len(form.leading) - 1) for tile in tiles])):
         return False
@@ -227,18 +227,18 @@ def _made_up(sample: TokenArguments) -> TokenArguments:
 
 
 def _with_made_up_weights(module: nn.Module) -> Callable[..., Any]:
-    """Return what runs a module with one number for each of its tensors that has no values."""
+    """Return what runs a module with one number for each row of its tensors without values."""
+
+    def made_up(tensor: Tensor) -> Tensor:
+        rows = torch.arange(len(tensor) if tensor.dim() else 1).add(1).mul(0.7).sin().mul(SMALL)
+        column = rows.view(-1, *[1] * (tensor.dim() - 1)) if tensor.dim() else rows[0]
+        return column.to(tensor.dtype).expand(tensor.shape)
+
     named = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-    weights = {
-        name: torch.full((), NUMBER if tensor.is_floating_point() else 1)
-        .to(tensor.dtype)
-        .expand(tensor.shape)
-        for name, tensor in named.items()
-        if not has_values(tensor)
-    }
+    weights = {name: made_up(tensor) for name, tensor in named.items() if not has_values(tensor)}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(module, weights, args, kwargs, tie_weights=False)

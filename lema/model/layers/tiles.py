@@ -89,20 +89,30 @@ class TokenTiles:
         real = has_values(hidden)
         refused = {module for module, works in self._verdicts[real].items() if not works}
         modules = self._candidates_of(index).keys() - refused
-        forwards = {
-            module: partial(self._run, index, module, module.forward) for module in modules
-        }
+        forwards = {module: partial(self._run, index, module, module.forward) for module in modules}
         with replaced(forwards):
             yield
         if hidden.shape[:-1].numel() > self.size:
             self._seen[real].add(index)
-            if real and index == len(self._layers) - 1:
-                self._check_any()
+            if real and len(self._seen[True]) == len(self._layers):
+                self.check_any()
 
-    def _check_any(self) -> None:
-        """Refuse tiles where no layer has anything that runs in them. `ConfigError`: it is so."""
-        if len(self._seen[True]) == len(self._layers) and not any(self._verdicts[True].values()):
-            raise none_by_token(self._name)
+    def check_any(self, *, real: bool = True) -> None:
+        """Refuse tiles where nothing runs in them of the layers that have run on enough tokens.
+
+        Args:
+            real: of layers that have run with values; else of those without.
+
+        Raises:
+            ConfigError: nothing does.
+        """
+        if self._seen[real] and not any(self._verdicts[real].values()):
+            raise ConfigError(
+                f"nothing in {self._name} works token by token and keeps much more than its input "
+                "for the backward, so nothing runs in tiles",
+                where=TILES,
+                how="set it to null, or cut sequences by sequence_chunk",
+            )
 
     def names(self, *, real: bool = True) -> dict[int, list[str]]:
         """Return what runs in tiles so far, by the numbers of layers.
@@ -167,20 +177,6 @@ class TokenTiles:
                 how="remove the hooks, or set it to null",
             )
         return TiledCall.run(module, forward, arguments, size, self._backend)
-
-
-def none_by_token(name: str) -> ConfigError:
-    """Return the error of tiles where nothing runs in them.
-
-    Args:
-        name: what the layers are called in the model.
-    """
-    return ConfigError(
-        f"nothing in {name} works token by token and keeps much more than its input for the "
-        "backward, so nothing runs in tiles",
-        where=TILES,
-        how="set it to null, or cut sequences by sequence_chunk",
-    )
 
 
 def _stacks_experts(module: nn.Module) -> bool:

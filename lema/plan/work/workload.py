@@ -206,7 +206,10 @@ def measure(
     kinds = cost_kinds(split, layers, trained)
     with without_values(model), split.tiles.sized(batch.tile):
         try:
-            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, measured)
+            work = _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, measured)
+            if batch.tile is not None and batch.tokens > batch.tile:
+                split.tiles.check_any(real=False)
+            return work
         except (*VALUES_NEEDED, LemaError) as error:
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 raise ModelError(
