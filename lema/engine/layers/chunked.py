@@ -36,11 +36,25 @@ from lema.errors import ConfigError
 from lema.model.flow import LayerCall
 from lema.stream import Lease
 
-__all__ = ["ChunkedLayer", "check_cuts"]
+__all__ = ["ChunkedLayer", "check_cuts", "check_plain"]
 
 
 def check_cuts(engine: Engine) -> None:
     """Refuse to cut sequences in layers where that has not been tested. `ConfigError`: it is so."""
+    check_plain(engine, "sequences do not go through layers in chunks", "sequence_chunk")
+
+
+def check_plain(engine: Engine, what: str, setting: str) -> None:
+    """Refuse what has been tested with layers alone that are run as they are, by one process.
+
+    Args:
+        engine: the objects that every layer works with.
+        what: the sentence to which it is added where that is not so.
+        setting: what asks for it.
+
+    Raises:
+        ConfigError: it is not so.
+    """
     split = engine.split
     untested = {
         "the device compiles what is run on it": split.lazy,
@@ -49,11 +63,7 @@ def check_cuts(engine: Engine) -> None:
     }
     for why, conflicts in untested.items():
         if conflicts:
-            raise ConfigError(
-                f"sequences do not go through layers in chunks where {why}",
-                where="sequence_chunk",
-                how="leave it out",
-            )
+            raise ConfigError(f"{what} where {why}", where=setting, how="leave it out")
 
 
 @dataclass(eq=False)

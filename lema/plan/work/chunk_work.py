@@ -51,7 +51,7 @@ def in_chunks(
     """
     if batch.chunk is None or not batch.is_cut:
         return work
-    with without_values(split.model):
+    with without_values(split.model), split.tiles.sized(batch.tile):
         learn(split, layers)
         # Packs are not looked for, because that is a question about values. Masks are as large.
         inputs = {"input_ids": torch.ones(batch.rows, batch.length, dtype=torch.long)}

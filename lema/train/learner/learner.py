@@ -344,12 +344,13 @@ def _begun(opened: LemaModel) -> tuple[Targets, Served | None]:
         raise ConfigError(
             "a learner is one process", where="Learner", how="start it without torchrun"
         )
-    if opened.config.sequence_chunk == "auto":
-        raise ConfigError(
-            "a learner does not choose how long a chunk is",
-            where="sequence_chunk",
-            how="set it to a number, or leave it out",
-        )
+    for setting in ("sequence_chunk", "mlp_tile_tokens"):
+        if getattr(opened.config, setting) == "auto":
+            raise ConfigError(
+                "a learner does not choose how many tokens are computed at once",
+                where=setting,
+                how="set it to a number, or leave it out",
+            )
     targets = Targets.of(opened.skeleton)
     opened.keep_whole(lambda _: False, "losses of a caller's need its logits")
     first = [*targets.attn, *targets.mlp][:1]
