@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from lema import LemaModel
 from lema.errors import ConfigError, MemoryLimitError
 from lema.model.sequence import host_keys
+from lema_cpu import CpuBackend
 
 ROW = 16384
 
@@ -34,7 +35,7 @@ def test_a_step_takes_what_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         update={"boundary_activations": "host", "keys_values": "host"}
     )
     told = told_of(config, "host")
-    model = LemaModel(config)
+    model = LemaModel(config, backend=CpuBackend(poison=True))  # which has slots of its own
     model.initialize_lora()
     model.skeleton.train()
     ids = torch.randint(1, 290, (1, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -53,10 +54,11 @@ def test_a_step_takes_what_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_they_wait_in_host_memory_if_a_step_fits_only_so(hollow: Path) -> None:
     options: dict[str, Any] = {"sequence_chunk": 1024}
-    roomy, planner = planned(hollow, "2GB", **options)
+    _, planner = planned(hollow, "2GB", **options)
     assert not planner.shape.micro_batch.host_keys
     assert planner.chosen["keys_values"] == "device"
-    needed = sum(roomy.memory.device.values())
+    bare, _ = planned(hollow, None, keys_values="device", **options)
+    needed = sum(bare.memory.device.values())
     keys_bytes = 2 * 16 * 64 * (2 + 4) * ROW
     limit = f"{(needed - keys_bytes // 2) // 1000}KB"
     plan, planner = planned(hollow, limit, **options)

@@ -79,8 +79,8 @@ class KeysElsewhere(Tensor):
                 return func(*args, **(kwargs or {}))
         raise ConfigError(
             "keys and values cannot wait in host memory: a layer of this model computes something "
-            "of all of them that is not attention in blocks, as with attention other than `sdpa`, "
-            "or with dropout, biases or a cap in it",
+            "of all of them that is not attention in blocks, as latent attention does, and "
+            "attention that is not `sdpa` or has dropout, biases or a cap in it",
             where="keys_values",
             how="set it to device",
         )
