@@ -18,13 +18,13 @@ from lema.activations.boundaries import view_like
 from lema.activations.chunks.cuts import Cut
 from lema.backend import Carrier, DeviceSlots, Download, SlotLayout, Span, Upload
 
-__all__ = ["NUM_LEAVING", "NUM_SLOTS", "ChunkDownloads", "ChunkUploads", "ChunksInPlace"]
+__all__ = ["NUM_LEAVING", "NUM_SLOTS", "ChunkDownloads", "ChunkUploads", "ResidentChunks"]
 
 NUM_SLOTS = 2  # chunks of a hidden state on the device: one in use, and the next on its way
 NUM_LEAVING = 2  # results that the device holds until their copy to host memory has ended
 
 
-class ChunksInPlace:
+class ResidentChunks:
     """The chunks of a hidden state that is on the device, or in memory in which it computes.
 
     Args:

@@ -288,7 +288,7 @@ class ChunkedLayer:
             output = visit.forward(state.detach(), pool)
             visit.note_routers(output)
         if pool is not None:
-            pool.settle(output)  # because the head reads it, and writes there, as it likes
+            pool.synchronize(output)  # because the head reads it, and writes there, as it likes
         with engine.retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
             value, gradient = loss_and_grad(index, output)
         del output
@@ -319,7 +319,7 @@ class ChunkedLayer:
                 )
         if pool is not None:
             # what sees gradients sees them in host memory
-            pool.settle(gradient)
+            pool.synchronize(gradient)
             if not needs:
                 pool.give(gradient)
         engine.backend.set_rng_state(after)
