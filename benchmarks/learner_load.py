@@ -237,6 +237,7 @@ def measured(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         process.stop()
     for client in clients:
         if client.error is not None:
+            print(directory.with_suffix(".log").read_text(), file=sys.stderr)
             raise client.error
     for client in clients[:: max(1, len(clients) // max(1, arguments.verify))]:
         verify(model, client)

@@ -30,7 +30,7 @@ from lema.stream import StreamCounters
 from lema.train.hf.peftmodel import StreamedPeftModel
 from lema.train.learner.adapter import AdamSettings, Adapter, AdapterSpec, Targets
 from lema.train.learner.heads import Heads, Scored
-from lema.train.learner.room import AdapterRoom
+from lema.train.learner.budget import AdapterBudget
 from lema.train.learner.rows import ROUTED, AdapterRows, Datum, MicroBatch, micro_batches_of
 from lema.train.learner.served import Served
 from lema.train.model import LemaModel
@@ -52,7 +52,7 @@ class Learner:
         micro_batch_tokens: tokens of a micro-batch with their padding, at most; but a row is never
             divided.
         longest: tokens of a row, at most.
-        room: the memory that adapters may take; None: as much as there is.
+        budget: the memory that adapters may take; None: as much as there is.
         served: what the server that adapters are for takes of them; None: nobody asks.
 
     Attributes:
@@ -66,7 +66,7 @@ class Learner:
         *,
         micro_batch_tokens: int,
         longest: int,
-        room: AdapterRoom | None = None,
+        budget: AdapterBudget | None = None,
         served: Served | None = None,
     ) -> None:
         self.model = StreamedPeftModel.around(opened)
@@ -74,7 +74,7 @@ class Learner:
         self._targets = targets
         self._micro_batch_tokens = micro_batch_tokens
         self._longest = longest
-        self._room = room
+        self._budget = budget
         self._served = served
         self._adapters: dict[str, Adapter] = {}
 
@@ -125,14 +125,14 @@ class Learner:
         try:
             targets, served = _begun(opened)
             longest = _planned_length(opened, longest)
-            room = AdapterRoom(targets, *reserve)
-            room.reserve(opened)
+            budget = AdapterBudget(targets, *reserve)
+            budget.reserve(opened)
             return cls(
                 opened,
                 targets,
                 micro_batch_tokens=micro_batch_tokens,
                 longest=longest,
-                room=room,
+                budget=budget,
                 served=served,
             )
         except BaseException:
@@ -156,9 +156,9 @@ class Learner:
         return sum(adapter.nbytes for adapter in [*self._adapters.values()])
 
     @property
-    def room(self) -> AdapterRoom | None:
+    def budget(self) -> AdapterBudget | None:
         """The memory that adapters may take; None: as much as there is."""
-        return self._room
+        return self._budget
 
     @property
     def counters(self) -> StreamCounters:
@@ -190,8 +190,8 @@ class Learner:
         lora = self._targets.lora(spec)
         if self._served is not None:
             self._served.check(lora)
-        if self._room is not None:
-            self._room.check(spec)
+        if self._budget is not None:
+            self._budget.check(spec)
 
     def check_rows(self, request: AdapterRows) -> None:
         """Make sure that rows are rows of this model; any thread may ask.
@@ -240,8 +240,8 @@ class Learner:
         if name in self._adapters or name == EMPTY or not name.isidentifier():
             raise ConfigError(f"no adapter can be named {name!r:.80}", where="Learner.add")
         self._targets.chosen(spec)
-        if self._room is not None:
-            self._room.check(spec, self.adapter_bytes)
+        if self._budget is not None:
+            self._budget.check(spec, self.adapter_bytes)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(spec.seed % LARGEST_SEED)
             self.model.add_adapter(name, self._targets.lora(spec))
