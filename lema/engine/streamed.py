@@ -42,9 +42,9 @@ from lema.engine.step_inputs import MicroBatches, StepInputs
 from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError
 from lema.model import Split
-from lema.model.layers.tiles import TILES
 from lema.model.flow import LayerCall, Prelude
 from lema.model.inputs import IMAGES, model_inputs
+from lema.model.layers.tiles import TILES
 from lema.model.sequence.division import RowDivision
 from lema.stream import LayerStream, Lease, StreamCounters
 

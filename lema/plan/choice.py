@@ -67,8 +67,9 @@ def cut(planner: Planner, choice: Choice) -> Planner:
     """
     blueprint = _in_groups(planner.blueprint, choice.experts, runs_again=choice.runs_again)
     blueprint = _with_head(blueprint, in_pieces=choice.head_in_pieces)
-    at_once = {"rows": choice.rows, "chunk": choice.chunk, "tile": choice.tile}
-    micro_batch = replace(planner.shape.micro_batch, **at_once)
+    micro_batch = replace(
+        planner.shape.micro_batch, rows=choice.rows, chunk=choice.chunk, tile=choice.tile
+    )
     longer = choice.rows / planner.shape.micro_batch.rows
     planner = replace(
         planner,
@@ -152,16 +153,16 @@ def best(planner: Planner) -> Planner:
         return _first_that_fits(planner)[0]
     if tiles:
         planner = _with_tile(planner, None)
-    whole = _with_chunk(planner, None) if chunks else planner
-    chosen, fits = _first_that_fits(whole)
+    uncut = _with_chunk(planner, None) if chunks else planner
+    chosen, fits = _first_that_fits(uncut)
     if fits and _in_memory(chosen):
         return chosen
     batch = planner.shape.micro_batch
     smallest = chosen
-    if tiles and (sizes := _tile_sizes(whole)):
-        if (fitting := _largest(whole, sizes, _with_tile)) is not None:
+    if tiles and (sizes := _tile_sizes(uncut)):
+        if (fitting := _largest(uncut, sizes, _with_tile)) is not None:
             return fitting
-        smallest = _first_that_fits(_with_tile(whole, sizes[0]))[0]
+        smallest = _first_that_fits(_with_tile(uncut, sizes[0]))[0]
     if chunks and (sizes := _sizes(batch.length)):
         if (fitting := _largest(planner, sizes, _with_chunk)) is not None:
             return fitting

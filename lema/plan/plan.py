@@ -29,8 +29,8 @@ from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, timed
 from lema.plan.simulation.simulator import Simulated
 from lema.plan.work.chunk_work import chunks_note
-from lema.plan.work.tiles import tiles_note
 from lema.plan.work.step import StepShape, step_shape
+from lema.plan.work.tiles import tiles_note
 from lema.plan.work.workload import MicroBatch, Workload, grown
 from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
