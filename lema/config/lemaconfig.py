@@ -336,11 +336,11 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     blocks of them at a time. auto: `device`, or else `host` if a step fits only so into
     `device_memory`; a resumed run keeps it. `lema generate` has an option for its own."""
     mlp_tile_tokens: Reported[Annotated[int, Field(ge=1)] | Literal["auto"] | None] = None
-    """Tokens of which MLPs and experts run at once (a tiled MLP), and any other part of a layer that
-    works token by token: it keeps its input alone, and runs again in tiles in the backward. Losses
-    and gradients change by rounding, and with dropout also the random numbers. auto: no tiles if a
-    step fits into `device_memory` without, else the largest, a power of two, with which it fits; a
-    resumed run keeps them. null: all tokens at once."""
+    """Tokens of which MLPs and experts run at once (a tiled MLP), and any other part of a layer
+    that works token by token: it keeps its input alone, and runs again in tiles in the backward.
+    Losses and gradients change by rounding, and with dropout also the random numbers. auto: no
+    tiles if a step fits into `device_memory` without, else the largest, a power of two, with which
+    it fits; a resumed run keeps them. null: all tokens at once."""
     context_parallel_size: Reported[Annotated[int, Field(ge=2)] | None] = None
     """Processes that divide the sequence of each row between them (context parallelism), of those
     that `torchrun` starts. Losses and gradients change as with `sequence_chunk`, which then says

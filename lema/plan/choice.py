@@ -186,15 +186,15 @@ def _best_in_place(planner: Planner) -> tuple[Planner, bool]:
         return chosen, fits and (not planner.chooses_keys or _in_memory(chosen))
     if tiles:
         planner = _with_tile(planner, None)
-    whole = _with_chunk(planner, None) if chunks else planner
-    chosen, fits = _first_that_fits(whole)
+    uncut = _with_chunk(planner, None) if chunks else planner
+    chosen, fits = _first_that_fits(uncut)
     if fits and _in_memory(chosen):
         return chosen, True
     smallest = chosen
-    if tiles and (sizes := _tile_sizes(whole)):
-        if (fitting := _largest(whole, sizes, _with_tile)) is not None:
+    if tiles and (sizes := _tile_sizes(uncut)):
+        if (fitting := _largest(uncut, sizes, _with_tile)) is not None:
             return fitting, True
-        smallest = _first_that_fits(_with_tile(whole, sizes[0]))[0]
+        smallest = _first_that_fits(_with_tile(uncut, sizes[0]))[0]
     if chunks and (sizes := _sizes(planner.shape.micro_batch.length)):
         if (fitting := _largest(planner, sizes, _with_chunk)) is not None:
             return fitting, True

@@ -3,8 +3,8 @@
 A module is run on a few tokens with its own weights. It works token by token if no output of a
 token has a gradient with respect to another token's input, if it makes the same of the tokens in
 tiles, and one by one, as of all at once, and if changing one token changes no other. It must leave
-nothing in its modules, draw nothing but for dropout, and return one tensor. Tiles are worth it where
-it keeps more for the backward than its input and its output have.
+nothing in its modules, draw nothing but for dropout, and return one tensor. Tiles are worth it
+where it keeps more for the backward than its input and its output have.
 
 A plan has no weights. There a module is run with weights that are made up: each row of a matrix is
 one number, so they take no memory. Stacked experts are not, because their products are of all of
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +40,12 @@ TOLERANCE = {True: 0.1, False: 1e-4}  # by whether it computes in half precision
 WORTH_IT = 1.5
 SMALL = 0.1  # numbers that stand for weights
 
-Run = Callable[[Sequence[Tensor], CallForm], Any]
+Run = Callable[[Sequence[Tensor], CallForm], object]
 
 
 def works_by_token(
     module: nn.Module,
-    forward: Callable[..., Any],
+    forward: Callable[..., object],
     arguments: TokenArguments,
     backend: Backend,
     *,
@@ -85,10 +84,10 @@ class _DoesNotRun(Exception):
     """A module does not run on a few tokens."""
 
 
-def _run_of(forward: Callable[..., Any]) -> Run:
+def _run_of(forward: Callable[..., object]) -> Run:
     """Return what runs a module on tensors of tokens."""
 
-    def run(tensors: Sequence[Tensor], form: CallForm) -> Any:
+    def run(tensors: Sequence[Tensor], form: CallForm) -> object:
         args, kwargs = form.with_tensors(tensors)
         try:
             return forward(*args, **kwargs)
@@ -124,9 +123,9 @@ def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _is_worth_it(module: nn.Module, run: Run, sample: TokenArguments) -> bool:
     """Whether a module returns one tensor of the same tokens, and keeps much for the backward."""
     inputs = _leaves(sample.tensors)
-    own = [*module.parameters(), *module.buffers()]
-    left_out = {tensor.untyped_storage()._cdata for tensor in (*inputs, *own)}
-    shapes = {tuple(sorted(tensor.shape)) for tensor in own}
+    weights = [*module.parameters(), *module.buffers()]
+    left_out = {tensor.untyped_storage()._cdata for tensor in (*inputs, *weights)}
+    shapes = {tuple(sorted(tensor.shape)) for tensor in weights}
     saved = dict[int, int]()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -194,20 +193,20 @@ def _values_are_by_token(output: Tensor, run: Run, sample: TokenArguments) -> bo
     norms = expected.norm(dim=1)
     lengths = norms.clamp(min=1e-3 * float(norms.mean()) + 1e-30)
 
-    def same(made: Any, tokens: Sequence[int] = range(NUM_TOKENS)) -> bool:
-        rows = made.reshape(NUM_TOKENS, -1).float()
+    def same(output: object, tokens: Sequence[int] = range(NUM_TOKENS)) -> bool:
+        if not isinstance(output, Tensor) or output.numel() != expected.numel():
+            return False
+        rows = output.reshape(NUM_TOKENS, -1).float()
         errors = (rows - expected).norm(dim=1) / lengths
         return bool((errors[[*tokens]] <= TOLERANCE[half]).all())
 
-    tiles = [
-        run([form.tile(tensor, span) for tensor in flat], form)[..., :] for span in form.spans(TILE)
-    ]
-    if not same(torch.cat([tile.flatten(0, len(form.leading) - 1) for tile in tiles])):
+    tiles = [run([form.tile(tensor, span) for tensor in flat], form) for span in form.spans(TILE)]
+    rows = [tile.flatten(0, len(form.leading) - 1) for tile in tiles if isinstance(tile, Tensor)]
+    if not same(torch.cat(rows)):
         return False
-    if len(form.leading) == 2:  # each a row of its own
-        apart = run([tensor.unsqueeze(1) for tensor in flat], form)
-        if not isinstance(apart, Tensor) or not same(apart):
-            return False
+    # each token a row of its own
+    if len(form.leading) == 2 and not same(run([tensor.unsqueeze(1) for tensor in flat], form)):
+        return False
     first = flat[0].clone()
     first[CHANGED] = 2 * first[CHANGED].flip(-1) + 1
     changed = run([form.tile(tensor, slice(None)) for tensor in (first, *flat[1:])], form)
@@ -226,7 +225,7 @@ def _made_up(sample: TokenArguments) -> TokenArguments:
     return TokenArguments(sample.form, [values(tensor) for tensor in sample.tensors])
 
 
-def _with_made_up_weights(module: nn.Module) -> Callable[..., Any]:
+def _with_made_up_weights(module: nn.Module) -> Callable[..., object]:
     """Return what runs a module with one number for each row of its tensors without values."""
 
     def made_up(tensor: Tensor) -> Tensor:
@@ -240,7 +239,7 @@ def _with_made_up_weights(module: nn.Module) -> Callable[..., Any]:
     }
     weights = {name: made_up(tensor) for name, tensor in named.items() if not has_values(tensor)}
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         return torch.func.functional_call(module, weights, args, kwargs, tie_weights=False)
 
     return forward

@@ -4,7 +4,7 @@ The forward runs the module tile by tile without a graph. The backward runs it a
 time, and differentiates each tile before the next one. Gradients of the module's own tensors are
 added up in the order of tiles.
 
-What the backward needs is kept by a node of its own in the graph (`_Kept`), before the first tile
+What the backward needs is saved by a node of its own in the graph (`_Saved`), before the first tile
 runs. So where a layer is recomputed and nothing after the module is needed, the recomputation ends
 there, and multiplies nothing in the tiles (`lema.engine.recompute`).
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,12 @@ from lema.model.weight_names import adapted_by_parameter, restored_parameters
 
 __all__ = ["CallForm", "TiledCall", "TokenArguments"]
 
-Contexts = Callable[[], AbstractContextManager[Any]]
+Contexts = Callable[[], AbstractContextManager[object]]
 # What arguments that are the same for all tokens may be.
 PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
 
 
-class _Place:
+class _TensorArgument:
     """Stands for a tensor among arguments."""
 
 
@@ -42,8 +42,8 @@ class CallForm:
     """The arguments of a call without its tensors, which are of tokens: `[rows, sequence, ...]` or
     `[tokens, ...]`."""
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
     leading: torch.Size  # the dimensions of tokens
 
     @property
@@ -51,12 +51,14 @@ class CallForm:
         """How many tokens there are."""
         return self.leading.numel()
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_tensors(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the arguments with these tensors."""
         following = iter(tensors)
 
-        def put(value: Any) -> Any:
-            return next(following) if isinstance(value, _Place) else value
+        def put(value: object) -> object:
+            return next(following) if isinstance(value, _TensorArgument) else value
 
         args = tuple(map(put, self.args))
         return args, {name: put(value) for name, value in self.kwargs.items()}
@@ -85,7 +87,7 @@ class TokenArguments:
     tensors: Sequence[Tensor]  # in the order of the arguments
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TokenArguments | None:
+    def of(cls, args: tuple[object, ...], kwargs: Mapping[str, object]) -> TokenArguments | None:
         """Return a call's arguments; None: they are of another kind."""
         values = [*args, *kwargs.values()]
         tensors = [value for value in values if isinstance(value, Tensor)]
@@ -97,11 +99,11 @@ class TokenArguments:
         if not all(isinstance(value, (Tensor, *PLAIN)) for value in values):
             return None
 
-        def place(value: Any) -> Any:
-            return _Place() if isinstance(value, Tensor) else value
+        def without_tensor(value: object) -> object:
+            return _TensorArgument() if isinstance(value, Tensor) else value
 
-        placed = {name: place(value) for name, value in kwargs.items()}
-        return cls(CallForm(tuple(map(place, args)), placed, leading), tensors)
+        named = {name: without_tensor(value) for name, value in kwargs.items()}
+        return cls(CallForm(tuple(map(without_tensor, args)), named, leading), tensors)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class _Surroundings:
         dtype = torch.get_autocast_dtype(device)
         cached = torch.is_autocast_cache_enabled()
 
-        def autocast() -> AbstractContextManager[Any]:
+        def autocast() -> AbstractContextManager[object]:
             return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached)
 
         adapted = adapted_by_parameter(module)
@@ -177,12 +179,13 @@ class TiledCall:
     # the backward runs tiles in the order of the forward.
     drawn: Tensor | None
     surroundings: _Surroundings
+    saving: _Saving
 
     @classmethod
     def run(
         cls,
         module: nn.Module,
-        forward: Callable[..., Any],
+        forward: Callable[..., Tensor],
         arguments: TokenArguments,
         size: int,
         backend: Backend,
@@ -209,41 +212,42 @@ class TiledCall:
             [*named],
             backend.rng_state() if draws(module) else None,
             _Surroundings.of(module, device),
+            _Saving([]),
         )
         tensors = [*arguments.tensors, *named.values()]
         if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
             return call.outputs(forward, arguments.tensors)
-        kept = list[Any]()
-        mark = _Kept.apply(kept, *tensors)  # type: ignore[no-untyped-call] # torch's is
-        output: Tensor = _Tiled.apply(mark, call, forward, kept[0], arguments.tensors, *tensors)  # type: ignore[no-untyped-call] # torch's is
+        mark = _Saved.apply(call.saving, *tensors)  # type: ignore[no-untyped-call] # torch's is
+        output: Tensor = _Tiled.apply(mark, call, forward, arguments.tensors, *tensors)  # type: ignore[no-untyped-call] # torch's is
         return output
 
     @torch.no_grad()
-    def outputs(self, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> Tensor:
+    def outputs(self, forward: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
         """Run the tiles without a graph; return what they make, put together."""
         flat = list(map(self.form.flat, inputs))
         output = None
         for span in self.form.spans(self.size):
-            args, kwargs = self.form.with_tensors([self.form.tile(part, span) for part in flat])
+            args, kwargs = self.form.with_tensors([self.form.tile(tensor, span) for tensor in flat])
             with unwatched():
-                made: Tensor = forward(*args, **kwargs)
-            width = made.shape[len(self.form.leading) :]
+                part = forward(*args, **kwargs)
+            width = part.shape[len(self.form.leading) :]
             if output is None:
-                output = made.new_empty(*self.form.leading, *width)
-            self.form.flat(output)[span] = made.reshape(-1, *width)
+                output = part.new_empty(*self.form.leading, *width)
+            self.form.flat(output)[span] = part.reshape(-1, *width)
+            # before the next one, whose memory would be another
+            del part, args, kwargs
         assert output is not None, "a call has no tokens"
         return output
 
-    def gradients(
-        self, saved: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
+    def gradients(self, gradient: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         """Run the tiles again, and differentiate each.
 
         Args:
-            saved: the tensors of tokens, and then the module's.
             gradient: of what the module made.
-            needs: of each saved tensor, whether its gradient is asked for.
+            needs: of each saved tensor, of tokens or of the module, whether its gradient is asked
+                for.
         """
+        saved = self.saving.tensors
         num_inputs = len(saved) - len(self.names)
         inputs = [self.form.flat(tensor) for tensor in saved[:num_inputs]]
         leaves = [
@@ -268,12 +272,12 @@ class TiledCall:
             ]
             args, kwargs = self.form.with_tensors(parts)
             with self.surroundings.again(), torch.enable_grad():
-                made = torch.func.functional_call(
+                output = torch.func.functional_call(
                     self.module, named, args, kwargs, tie_weights=False
                 )
             asked_inputs = [part for part in parts if part.requires_grad]
             formed = torch.autograd.grad(
-                made,
+                output,
                 [*asked_inputs, *trained],
                 self.form.tile(by_token, span),
                 allow_unused=True,
@@ -283,7 +287,7 @@ class TiledCall:
                 if part is not None:
                     total[span] = part.reshape(total[span].shape)
             sums.add(formed[len(totals) :])
-            del made, formed, args, kwargs, parts, asked_inputs
+            del output, formed, args, kwargs, parts, asked_inputs
         if after is not None:
             self.backend.set_rng_state(after)
         of_inputs = [
@@ -294,19 +298,54 @@ class TiledCall:
         return of_inputs + [next(of_trained) if leaf.requires_grad else None for leaf in leaves]
 
 
-class _Kept(torch.autograd.Function):
-    """Keeps what a backward in tiles needs; returns a tensor without elements, which says in the
-    graph that it is needed."""
+@dataclass(frozen=True)
+class _Saving:
+    """The node of a graph that has the tensors which a backward in tiles needs."""
+
+    nodes: list[_SavedContext]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors, as the graph has saved them."""
+        return self.nodes[0].saved_tensors
+
+
+class _SavedContext(Protocol):
+    """What the graph knows of `_Saved`."""
+
+    needs_input_grad: tuple[bool, ...]
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """Return what was saved."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Save tensors."""
+
+
+class _Saved(torch.autograd.Function):
+    """Saves what a backward in tiles needs; returns a tensor without elements, by which the graph
+    knows that it does."""
 
     @staticmethod
-    def forward(ctx: Any, kept: list[Any], *tensors: Tensor) -> Tensor:
-        kept.append(ctx)
+    def forward(ctx: _SavedContext, saving: _Saving, *tensors: Tensor) -> Tensor:
+        saving.nodes.append(ctx)
         ctx.save_for_backward(*tensors)
         return tensors[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: _SavedContext, _: Tensor | None) -> tuple[None, ...]:
         return (None,) * len(ctx.needs_input_grad)
+
+
+class _TiledContext(Protocol):
+    """What the backward of `_Tiled` knows of its forward."""
+
+    call: TiledCall
+    needs_input_grad: tuple[bool, ...]
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Say whether gradients that there are none of are zeros."""
 
 
 class _Tiled(torch.autograd.Function):
@@ -314,25 +353,21 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        mark: Tensor,  # noqa: ARG004 - it keeps the tensors in the graph
+        ctx: _TiledContext,
+        mark: Tensor,  # noqa: ARG004 - it has the tensors stay in the graph
         call: TiledCall,
-        forward: Callable[..., Any],
-        kept: Any,
+        forward: Callable[..., Tensor],
         inputs: Sequence[Tensor],
         *_: Tensor,
     ) -> Tensor:
         ctx.call = call
-        ctx.kept = kept
         ctx.set_materialize_grads(False)
         return call.outputs(forward, inputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[5:]
+    def backward(ctx: _TiledContext, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[4:]
         if gradient is None:
-            return (None,) * (5 + len(needs))
-        call: TiledCall = ctx.call
-        gradients = call.gradients(ctx.kept.saved_tensors, gradient, needs)
-        return None, None, None, None, None, *gradients
+            return (None,) * (4 + len(needs))
+        return None, None, None, None, *ctx.call.gradients(gradient, needs)

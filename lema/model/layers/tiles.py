@@ -132,8 +132,8 @@ class TokenTiles:
 
     def _candidates_of(self, index: int) -> dict[nn.Module, str]:
         """Return the modules that may run in tiles, with their names in the layer: those of several
-        matrices, which choose no experts themselves, because what a router chooses, and makes of all
-        tokens, is looked at as one."""
+        matrices that choose no experts, because what a router makes of all tokens is looked at as
+        one."""
         if index not in self._candidates:
             layer = self._layers[index]
             self._candidates[index] = {
@@ -151,9 +151,9 @@ class TokenTiles:
         index: int,
         module: nn.Module,
         forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         """Run a module, in tiles if it works token by token. `forward`: its own."""
         size = self.size
         if size is None or is_unwatched():  # it runs in a tile
