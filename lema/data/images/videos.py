@@ -168,16 +168,16 @@ def _film(content: bytes, container: str | None, limits: ImageLimits, chosen: Ch
         count = stream.frames or _num_packets(content, container, rate)
         facts = Facts(count, rate, stream.width, stream.height)
         numbers = _numbers(facts, limits, chosen)
-        wanted = frozenset(numbers)
+        shown = frozenset(numbers)
         frames = {}
         for number, frame in enumerate(file.decode(video=0)):
             if (frame.width, frame.height) != (facts.width, facts.height):
                 raise Unusable("the size of the video's frames changes", HOW)
-            if number in wanted:
+            if number in shown:
                 frames[number] = frame.to_ndarray(format="rgb24")
             if number >= max(numbers):
                 break
-    if len(frames) < len(wanted):
+    if len(frames) < len(shown):
         what = f"the video is cut off: its header says {facts.num_frames:,} frames"
         raise Unusable(what, HOW)
     return Video(np.stack([frames[number] for number in numbers]), facts, numbers)
