@@ -109,6 +109,11 @@ class Between:
         # strides of the gradients of extracted tensors
         self._strides: dict[int, tuple[int, ...]] = {}
 
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it is one value, which is the hidden state then."""
+        return len(self.live) == 1 and not self.shared
+
     def packed(self, values: Mapping[int, Any], written: Mapping[int, Mapping[Any, Any]]) -> Tensor:
         """Return what is wanted as one tensor. What carries no gradient, such as indices, waits
         here instead.

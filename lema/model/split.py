@@ -38,6 +38,7 @@ from lema.model.row_tables import RowTables
 from lema.model.sequence.cache import LayerKind, SequenceCache, kinds_of
 from lema.model.sequence.chunks import Allocate, ChunkedRows
 from lema.model.sequence.division import RowDivision
+from lema.model.sequence.token_inputs import TokenInputs
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
@@ -50,7 +51,7 @@ Run = Callable[[], Any]
 knows.
 """
 
-ModelCall = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Any]
+ModelCall = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
 """Calls a model, or the part of it that holds the layers, on tokens and with options."""
 
 LEARNING_TOKENS = 8
@@ -194,12 +195,13 @@ class Split:
         room for the hidden state; None: it is on the device. `ConfigError`: the model, or the
         batch, cannot be cut."""
         self._begin(batch, first_layer_weights)
-        rows = self.rows_in_chunks(batch, size, shares=not capture.draws(self.model))
+        inputs = TokenInputs(batch)
+        rows = self.rows_in_chunks(inputs, size, shares=not capture.draws(self.model))
         return rows.prelude(differentiate=differentiate, allocate=allocate)
 
     def rows_in_chunks(
         self,
-        batch: Mapping[str, Tensor],
+        inputs: TokenInputs,
         size: int | RowDivision,
         call: ModelCall | None = None,
         *,
@@ -209,7 +211,7 @@ class Split:
         """Return the chunks of a micro-batch. `ConfigError`: it cannot be cut.
 
         Args:
-            batch: the micro-batch.
+            inputs: of the micro-batch.
             size: tokens of a chunk, or how processes divide its rows.
             call: calls the part of the model that holds the layers; None: the whole model.
             leaves_out_padding: as in `ChunkedRows`.
@@ -220,7 +222,7 @@ class Split:
             self.model,
             self.layers,
             front,
-            batch,
+            inputs,
             size,
             leaves_out_padding=leaves_out_padding,
             shares=shares,
@@ -233,7 +235,7 @@ class Split:
     def _chunk_front(
         self,
         call: ModelCall,
-        batch: Mapping[str, Tensor],
+        batch: Mapping[str, Any],
         cache: SequenceCache | None,
         *,
         differentiate: bool = False,
@@ -272,7 +274,7 @@ class Split:
             raise self._refusal(OUT_OF_ORDER)
         return Prelude(tape.hidden, tape.tied())
 
-    def _logits(self, batch: Mapping[str, Tensor], options: Mapping[str, Any] = NO_CACHE) -> Tensor:
+    def _logits(self, batch: Mapping[str, Any], options: Mapping[str, Any] = NO_CACHE) -> Tensor:
         """Run the whole model; of one that scores texts its base, because a score is none of each
         token, and its head is run by the caller of the model."""
         with self.autocast():
