@@ -23,7 +23,7 @@ from lema.model.capture import interface_replaced
 from lema.model.sequence.states import Span
 
 __all__ = ["ATTENTION", "BlockMask", "HiddenKeys", "MakeMask", "block_masks"]
-__all__ += ["pairs_of", "seen_by"]
+__all__ += ["causal_like", "pairs_of", "seen_by"]
 
 ATTENTION = "sdpa"  # whose masks say of each pair of tokens whether one sees the other
 # What a stand-in answers itself.
@@ -198,3 +198,16 @@ def seen_by(mask: Tensor, queries: Span) -> Tensor:
     part = pairs_of(mask, queries, Span(0, mask.shape[-1]))
     values = part.full() if isinstance(part, BlockMask) else part == 0  # what is added to scores
     return values.any(dim=0)[0]
+
+
+def causal_like(mask: Tensor, length: int, window: int | None) -> Tensor:
+    """Return the mask of so many tokens, `[1, 1, length, length]`, in which each sees itself and
+    those before it, at most `window` of them; of the form of another mask."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    if window is not None:
+        seen &= ~seen.tril(-window)
+    seen = seen[None, None]
+    if not mask.is_floating_point():
+        return seen
+    lowest = torch.finfo(mask.dtype).min
+    return torch.zeros(seen.shape, dtype=mask.dtype, device=mask.device).masked_fill(~seen, lowest)

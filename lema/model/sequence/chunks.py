@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lema.errors import is_out_of_memory
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, changed, tensors_in
 from lema.model.flow import LayerCall, Prelude
-from lema.model.sequence.blockmask import block_masks, pairs_of
+from lema.model.sequence.blockmask import block_masks, causal_like, pairs_of
 from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
 from lema.model.sequence.divided_states import DividedStates
 from lema.model.sequence.division import RowDivision
@@ -281,6 +281,9 @@ class ChunkedRows:
         if self.masked:
             batch[MASK] = tokens.new_ones(tokens.shape[:2], dtype=torch.long)
             batch[MASK][:, :PADDING] = 0
+        elif isinstance(mask := self._inputs.values.get(MASK), Tensor):
+            # without one the layers might see later tokens
+            batch[MASK] = causal_like(mask, length, self.cache.kinds[0].window)
         prelude = self._front(batch, None, again=True)
         inputs = TokenInputs(batch)
         rows = ChunkedRows(self._model, self._layers, self._front, inputs, size)
