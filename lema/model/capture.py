@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
+from inspect import Signature
 from logging import CRITICAL, getLogger
 from math import prod
 from typing import Any, TypeGuard, TypeVar
@@ -70,6 +71,17 @@ class _TensorLayout:
         """
         shaped = flat.to(self.dtype).view([self.shape[dim] for dim in self.order])
         return shaped.permute([self.order.index(dim) for dim in range(len(self.shape))])
+
+
+def named_arguments(
+    signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name, those that are named by no parameter as well."""
+    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    return arguments
 
 
 def lists_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], bool]:

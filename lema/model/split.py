@@ -8,6 +8,7 @@ call a part of the model alone. The first chapters of docs/internals/engine.md t
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from lema.backend import Backend, Parallel
@@ -141,6 +142,11 @@ class Split:
         return self.attached.name
 
     @property
+    def owner(self) -> nn.Module:
+        """The module that holds the layers."""
+        return self.model.get_submodule(self.layers_name.rpartition(".")[0])
+
+    @property
     def keeps_tensors(self) -> bool:
         """Whether layers return other tensors than the hidden state: those of layer 0 are kept."""
         return any(isinstance(output, Tensor) for output in self.extra_outputs or ())
@@ -174,11 +180,35 @@ class Split:
         if more is None:
             self._begin(batch, first_layer_weights)
         else:
-            # tokens that stand for no image
-            ids = batch["input_ids"][:1, :LEARNING_TOKENS]
-            self._begin({"input_ids": torch.ones_like(ids)}, first_layer_weights)
+            self._begin_with_text(batch, first_layer_weights)
             batch = {**batch, **more}
         return self._front(run or partial(self._logits, batch), differentiate=differentiate)
+
+    def owner_call(
+        self,
+        batch: Mapping[str, Any],
+        first_layer_weights: Mapping[str, Tensor],
+        *,
+        differentiate: bool = False,
+    ) -> dict[str, Any]:
+        """Run the model up to the module that holds the layers; return the arguments with which it
+        calls that, by name. The parameters are those of `prelude`; the batch has images."""
+        self._begin_with_text(batch, first_layer_weights)
+        signature = inspect.signature(self.owner.forward)
+        arguments: dict[str, Any] = {}
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            arguments.update(capture.named_arguments(signature, args, kwargs))
+            raise _LayerReached
+
+        with (
+            torch.set_grad_enabled(differentiate),
+            self._unread(),
+            replaced({self.owner: record}),
+            suppress(_LayerReached),
+        ):
+            self._logits(batch)
+        return arguments
 
     def prelude_in_chunks(
         self,
@@ -263,6 +293,13 @@ class Split:
         if self.model.training not in self.learned.cuts:
             with self.state.outer.learning(), aside(self.model.modules()):
                 self._learn(self._few(batch), first_layer_weights)
+
+    def _begin_with_text(
+        self, batch: Mapping[str, Any], first_layer_weights: Mapping[str, Tensor]
+    ) -> None:
+        """Learn what the model is like from tokens that stand for no image."""
+        ids = batch["input_ids"][:1, :LEARNING_TOKENS]
+        self._begin({"input_ids": torch.ones_like(ids)}, first_layer_weights)
 
     def _front(self, run: Run, *, differentiate: bool = False) -> Prelude:
         """Run the model up to its layers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import Signature, signature
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.flow import Prelude
-from lema.model.sequence.chunks import ChunkedRows
+from lema.model.sequence.chunks import Allocate, ChunkedRows
 from lema.model.sequence.token_inputs import EMBEDDINGS, IDS, POSITIONS, TokenInputs
 from lema.model.state.hooks import hooks_of
 
@@ -29,8 +29,8 @@ __all__ = [
     "CallChunks",
     "autocast_dtype",
     "check_hooks",
-    "named_arguments",
     "shape_of",
+    "token_inputs",
 ]
 
 # Borders of rows in a pack, which its positions say as well. They are for kernels that compute
@@ -69,20 +69,14 @@ class CallChunks:
         self._size = size
         self._device = device.type
         self._ambient = autocast_dtype(device.type)
-        values = {name: value for name, value in arguments.items() if value is not None}
-        if POSITIONS in values and not any(kind.num_states for kind in split.sequence_kinds()):
+        values = arguments
+        if values.get(POSITIONS) is not None and not any(
+            kind.num_states for kind in split.sequence_kinds()
+        ):
             values = {name: value for name, value in values.items() if name not in BORDERS}
-        batch = {
-            name: value
-            for name, value in values.items()
-            if name not in (*CACHES, NUMBERS) and _has_tensors(value)
-        }
-        self._inputs = TokenInputs(batch, batch.keys() - signature(forward).parameters.keys())
-        self._options = {
-            name: value for name, value in values.items() if name not in (*batch, *CACHES, NUMBERS)
-        }
+        self._inputs, self._options = token_inputs(forward, values)
         table = split.model.get_input_embeddings()
-        owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
+        owner = split.owner
         outside = {*owner.modules()} - {owner, table, *split.layers.modules()}
         check_hooks(hooks_of(outside))
 
@@ -96,11 +90,13 @@ class CallChunks:
             shares=shares,
         )
 
-    def prelude(self, *, differentiate: bool, shares: bool) -> Prelude:
+    def prelude(
+        self, *, differentiate: bool, shares: bool = False, allocate: Allocate | None = None
+    ) -> Prelude:
         """Run the model's own code before the layers; padding that all rows share is in no
-        chunk. `shares`: as in `ChunkedRows`."""
+        chunk. `shares`: as in `ChunkedRows`; `allocate`: as in its `prelude`."""
         rows = self.rows(leaves_out_padding=True, shares=shares)
-        return rows.prelude(differentiate=differentiate)
+        return rows.prelude(differentiate=differentiate, allocate=allocate)
 
     def finish(self, hidden: Tensor) -> ModelOutput:
         """Return what the module makes of the last layer's output, `[rows, sequence, hidden]`."""
@@ -123,20 +119,31 @@ class CallChunks:
             return self._forward(**{**self._options, **batch, **options})
 
 
+def token_inputs(
+    forward: Callable[..., Any], arguments: Mapping[str, Any]
+) -> tuple[TokenInputs, dict[str, Any]]:
+    """Return what of a call's arguments belongs to its tokens, and the others.
+
+    Args:
+        forward: of the module that holds the layers.
+        arguments: of its call, by name.
+
+    Raises:
+        ConfigError: some may belong to the whole sequence.
+    """
+    values = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and name not in (*CACHES, NUMBERS)
+    }
+    of_tokens = {name: value for name, value in values.items() if _has_tensors(value)}
+    options = {name: value for name, value in values.items() if name not in of_tokens}
+    return TokenInputs(of_tokens, of_tokens.keys() - signature(forward).parameters.keys()), options
+
+
 def _has_tensors(value: object) -> bool:
     """Whether there are tensors in an argument that have something for tokens."""
     return any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value))
-
-
-def named_arguments(
-    signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments of a call by name, those that are named by no parameter as well."""
-    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name, {})
-    return arguments
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -57,7 +57,7 @@ class TokenInputs:
         }
         for name, value in self.values.items():
             for leaf in tree_leaves(value):
-                if self._belonging(name, leaf) is None:
+                if self.belonging(name, leaf) is None:
                     shape = [*leaf.shape] if isinstance(leaf, Tensor) else type(leaf).__name__
                     what = f"{name} {shape}, which may belong to the whole sequence"
                     raise refusal(f"the model is given {what}")
@@ -82,7 +82,7 @@ class TokenInputs:
     def padding(self) -> Tensor | None:
         """The mask `[rows, sequence]` that says which tokens are padding; None: there is none."""
         mask = self.values.get(MASK)
-        is_padding = isinstance(mask, Tensor) and self._belonging(MASK, mask) == "padding"
+        is_padding = isinstance(mask, Tensor) and self.belonging(MASK, mask) == "padding"
         return mask if is_padding else None
 
     @property
@@ -95,7 +95,7 @@ class TokenInputs:
     def masks(self) -> list[Tensor]:
         """The masks of pairs of tokens, `[rows, 1, sequence, sequence]`, that were made before."""
         leaves = tree_leaves(self.values.get(MASK))
-        return [leaf for leaf in leaves if self._belonging(MASK, leaf) == "pairs"]
+        return [leaf for leaf in leaves if self.belonging(MASK, leaf) == "pairs"]
 
     def looked_up(self, embeddings: Tensor) -> TokenInputs:
         """Return the same with embeddings in the place of ids."""
@@ -112,7 +112,7 @@ class TokenInputs:
         if isinstance(value, list | tuple):
             return type(value)(self._cut(name, item, span, rows) for item in value)
         assert isinstance(value, Tensor), "another value was refused"
-        match self._belonging(name, value):
+        match self.belonging(name, value):
             case "padding":
                 return value[rows, : span.stop]
             case "pairs":
@@ -125,7 +125,7 @@ class TokenInputs:
                 return self._marks.cut(value, marks, rows, span.slice)
         return value[rows, span.slice]
 
-    def _belonging(self, name: str, value: object) -> Belonging | None:
+    def belonging(self, name: str, value: object) -> Belonging | None:
         """Return how a value belongs to the tokens; None: it may belong to all of them."""
         if not isinstance(value, Tensor):
             return None
