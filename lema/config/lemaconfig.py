@@ -130,17 +130,27 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     tokens, for raw text. "bfd": the packs of TRL's strategy of that name, made of each thousand
     rows in the order of the data."""
     image_folder: Silent[types.Location | None] = None
-    """The folder below which the images lie that rows name by path; paths are relative to it. None:
-    the folder of each data file, or the current one for rows from memory."""
+    """The folder below which the images, videos and sounds lie that rows name by path; paths are
+    relative to it. None: the folder of each data file, or the current one for rows from memory."""
     image_urls: Silent[bool] = False
-    """Fetch images that rows name by URL (http, https), once at each start."""
+    """Fetch images, videos and sounds that rows name by URL (http, https), once at each start."""
     max_image_pixels: Silent[types.Count] = 50_000_000
-    """The most pixels of an image, by its header, before it is decoded."""
-    max_image_bytes: Silent[types.Count] = 32 * 1024**2
-    """The most bytes of an image's file."""
+    """The most pixels of an image, or of a frame, by its header, before it is decoded; four times
+    as many for all images of a row, and for the frames of a video that the model is shown."""
+    max_image_bytes: Silent[types.Bytes] = 32 * 1024**2
+    """The most bytes of an image's file: "1MB", "32MiB", or bytes."""
+    max_media_bytes: Silent[types.Bytes] = 512 * 1024**2
+    """The most bytes of the file of a video or a sound."""
+    max_media_seconds: Silent[types.Positive] = 1800.0
+    """The most seconds of a video or a sound, by its header, before it is decoded."""
+    max_video_frames: Silent[types.Count] = 768
+    """The most frames of a video that the model is shown; a video of more is refused."""
+    video_fps: OfData[types.Positive | None] = None
+    """How many frames of each second of a video the model is shown. None: as the settings of the
+    model's processor say, which may be all. A list of frames is shown as it is."""
     columns: OfData[types.Columns] = Field(default_factory=dict)
     """Your names of the columns, by LEMA's names: {prompt: question, completion: answer}. `role`
-    and `content` are fields of a message."""
+    and `content` are fields of a message. null, or NONE: a column of that name is not read."""
     chat_template: OfData[types.Name | None] = None
     """A .jinja file, the Jinja text itself, or a name: of a template of the tokenizer's, or of a
     published format (docs/chat-templates.md). None: the tokenizer's default."""
@@ -320,6 +330,11 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     same. Losses and gradients change by rounding, and with dropout also the random numbers. auto:
     the largest power of two with which a step fits into `device_memory`, or whole sequences if they
     fit; a resumed run keeps it. null: whole sequences."""
+    keys_values: Reported[Literal["auto", "device", "host"]] = "auto"
+    """Where keys and values of the layer at work, and sums of their gradients, wait while rows go
+    through it in chunks (`sequence_chunk`): `device`, or `host`, from where attention has a few
+    blocks of them at a time. auto: `device`, or else `host` if a step fits only so into
+    `device_memory`; a resumed run keeps it. `lema generate` has an option for its own."""
     context_parallel_size: Reported[Annotated[int, Field(ge=2)] | None] = None
     """Processes that divide the sequence of each row between them (context parallelism), of those
     that `torchrun` starts. Losses and gradients change as with `sequence_chunk`, which then says
@@ -549,6 +564,13 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     def _about_chunks(self) -> Iterator[Problem]:
         """Yield what sequences in chunks have not been tested with."""
         setting = "sequence_chunk" if self.context_parallel_size is None else DIVIDED
+        if self.keys_values == "host" and (setting == DIVIDED or self.sequence_chunk is None):
+            what = "rows that go through layers at once have theirs on the device"
+            how = "set sequence_chunk"
+            if setting == DIVIDED:
+                what = f"{DIVIDED} sends keys and values from device to device"
+                how = "leave one of them out"
+            yield Problem("keys_values", what, how)
         if self.sequence_chunk is None and setting != DIVIDED:
             return
         untested = {

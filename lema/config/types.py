@@ -59,6 +59,16 @@ def _memory(value: object) -> object:
     return value
 
 
+def _bytes(value: object) -> object:
+    """Return a size such as 1MB as bytes. A fraction, and auto, are none: of what, nothing says."""
+    if not isinstance(value, str | float):
+        return value
+    size = memory_bytes(value, 0)  # 0 or 1 for shares of nothing
+    if size <= 1:
+        raise ValueError(f"must be a size such as 32MiB, or bytes, not {value!r}")
+    return size
+
+
 def _strategy(value: object) -> object:
     names = [strategy.value for strategy in MemoryStrategy]
     if isinstance(value, str) and value.lower() in names:
@@ -101,10 +111,14 @@ _OF_TEXT = (
     "rejected",
     "label",
 )
-COLUMNS = (*_OF_TOKENS, *_OF_CHATS, *_OF_TEXT, "train", "weight", "role", "content")
+_OF_MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+_OF_MESSAGES = ("role", "content")
+COLUMNS = (*_OF_TOKENS, *_OF_CHATS, *_OF_TEXT, *_OF_MEDIA, "train", "weight", *_OF_MESSAGES)
+NO_COLUMN = "NONE"  # in the place of a name, as null: LEMA's column is not read
 
 
-def _columns(value: dict[str, str]) -> dict[str, str]:
+def _columns(value: dict[str, str | None]) -> dict[str, str | None]:
+    value = {ours: None if theirs == NO_COLUMN else theirs for ours, theirs in value.items()}
     if wrong := [name for name in value if name not in COLUMNS]:
         is_reversed = value[wrong[0]] in COLUMNS
         how = (
@@ -113,8 +127,11 @@ def _columns(value: dict[str, str]) -> dict[str, str]:
             else f"; there are {', '.join(COLUMNS)}"
         )
         raise ValueError(f"must map LEMA's names of columns to yours, not {wrong[0]!r}{how}")
-    if len(set(value.values())) < len(value):
+    names = [theirs for theirs in value.values() if theirs is not None]
+    if len(set(names)) < len(names):
         raise ValueError("must name each of your columns once")
+    if absent := [ours for ours in _OF_MESSAGES if ours in value and value[ours] is None]:
+        raise ValueError(f"must name a field for {absent[0]!r}, which every message has")
     return value
 
 
@@ -190,7 +207,7 @@ RetainedCount = Annotated[
 Name = Annotated[str, Field(min_length=1)]
 Location = Annotated[Name, BeforeValidator(_path)]
 Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValidator(_names)]
-Columns = Annotated[dict[Name, Name], AfterValidator(_columns)]
+Columns = Annotated[dict[Name, Name | None], AfterValidator(_columns)]
 RowSplit = Annotated[int | float, BeforeValidator(_split)]
 Strategy = Annotated[MemoryStrategy, BeforeValidator(_strategy)]
 RopeParameters = Annotated[dict[str, object], AfterValidator(_rope_parameters)]
@@ -209,6 +226,9 @@ Several = Annotated[list[Name], BeforeValidator(_listed)]  # or none
 NameList = Annotated[Several, Field(min_length=1)]
 InitialValues = Annotated[bool | str, BeforeValidator(_initial)]
 Memory = Annotated[int | float | str, BeforeValidator(_memory)]
+Bytes = Annotated[
+    Count, Field(json_schema_extra={"type": ["integer", "string"]}), BeforeValidator(_bytes)
+]
 Indices = NotNegative | Annotated[list[NotNegative], Field(min_length=1), BeforeValidator(_listed)]
 Offloading = Annotated[
     bool | Literal["legacy", "hidden_states", "disk"], _switch("legacy", "hidden_states", "disk")

@@ -2,6 +2,7 @@
 completion, or text.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from lema.config.data.rows import PLACES
 from lema.data.chat.messages import Chat, read_conversations, read_messages
+from lema.data.chat.pictures import Kind as Medium
 from lema.data.files import Row
 from lema.data.forms import IGNORED, Forms, flag_of, list_of, text_of
 
@@ -17,7 +19,7 @@ __all__ = [
     "ALPACA_HEAD",
     "FLAGS",
     "IGNORED",
-    "IMAGE_COLUMNS",
+    "MEDIA_COLUMNS",
     "Example",
     "Kind",
     "Text",
@@ -25,8 +27,8 @@ __all__ = [
     "alpaca_prompt",
     "check_without_images",
     "detect",
-    "has_image_column",
     "left_out",
+    "media_column",
     "num_trained",
     "parse",
     "unused",
@@ -56,7 +58,13 @@ _EXTRA_COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt": ("tools",),
     "instruction": ("input",),
 }
-IMAGE_COLUMNS = ("images", "image")  # of chats, where the model sees them
+MEDIA_COLUMNS: Mapping[Medium, tuple[str, ...]] = {
+    "image": ("images", "image"),
+    "video": ("videos", "video"),
+    "audio": ("audios", "audio"),
+}
+"""The columns of chats that hold images, videos and sounds, where the model sees or hears them."""
+_MEDIA_NAMES = tuple(name for names in MEDIA_COLUMNS.values() for name in names)
 _OF_FORMATS = ("system", "history")  # of instructions in a form that the settings name
 FLAGS = frozenset(("train", "weight"))  # of any row: false or 0 leaves it out
 
@@ -118,7 +126,11 @@ def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
     the settings name. `DataError`: no kind fits; the message lists the columns found and those
     understood."""
     present = {name for name, value in row.values.items() if value is not None}
-    named = {name for name in forms.columns if any(name in kind for kind in KINDS)}
+    named = {
+        name
+        for name, theirs in forms.columns.items()
+        if theirs is not None and any(name in kind for kind in KINDS)
+    }
     if present.issuperset(("chosen", "rejected")):
         how = "set objective: dpo, or rename 'chosen' to train only on it"
         raise row.broken(
@@ -145,7 +157,7 @@ def unused(row: Row, kind: Kind, forms: Forms = _AS_IT_IS) -> list[str]:
     """The names of the columns that hold something and that nothing is read from."""
     used = {*kind, *_EXTRA_COLUMNS.get(kind[0], ()), *FLAGS}
     used |= {"system"} & forms.columns.keys()
-    used |= set(IMAGE_COLUMNS) if forms.pictures else set()
+    used |= set(_MEDIA_NAMES) if forms.pictures else set()
     if kind[0] == "instruction":
         used |= set(_OF_FORMATS) if _formatted(forms) else _OF_FORMATS & forms.columns.keys()
     return sorted(
@@ -189,27 +201,26 @@ def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS
     return with_system(row, example, forms)
 
 
-def has_image_column(row: Row) -> bool:
-    """Whether a row has images in a column of its own."""
-    values = [row.values.get(name) for name in IMAGE_COLUMNS]
-    return any(
-        any(image is not None for image in value)
-        if isinstance(value, list | tuple)
-        else value is not None
-        for value in values
-    )
+def media_column(row: Row) -> str | None:
+    """Return the first column of a row that has images, videos or sounds; None: none has."""
+    for name in _MEDIA_NAMES:
+        value = row.values.get(name)
+        values = value if isinstance(value, list | tuple) else [value]
+        if any(item is not None for item in values):
+            return name
+    return None
 
 
 def check_without_images(row: Row, chat: Chat) -> None:
-    """Refuse a chat with images, with `DataError`, because the model is opened for text alone."""
+    """Refuse a chat with images, videos or sounds, with `DataError`, because the model is opened
+    for text alone."""
     how = "set modalities: all for a model that sees images"
     if chat.pictures:
         what = "'content' holds something other than text"
         raise row.broken(what, at=chat.pictures[0].at, how=how)
-    if has_image_column(row):
-        name = next(name for name in IMAGE_COLUMNS if row.values.get(name) is not None)
-        what = f"the row has images in its column '{name}', and the model is opened for text alone"
-        raise row.broken(what, how=f"{how}, or remove the column")
+    if (name := media_column(row)) is not None:
+        what = f"the row has a column '{name}', and the model is opened for text alone"
+        raise row.broken(what, how=f"{how}, or leave it unread: columns: {{{name}: NONE}}")
 
 
 def with_system(row: Row, chat: Chat, forms: Forms) -> Chat:

@@ -59,6 +59,7 @@ MAX_RATIO = 150
 PIECE_BYTES = 1 << 19
 PIECE_ROWS = 512
 PIECE_IMAGES = 1 << 24  # bytes of images in rows, as columnar files have them
+NUMBER_BYTES = 32  # of a number in a list of Python, of which a sound has one for each sample
 
 Where: TypeAlias = tuple[str, int, int]
 """A file, the first line of a piece of it, and how many bytes of the file have been read behind
@@ -192,15 +193,16 @@ def grouped(
 
 
 def _image_bytes(values: Mapping[str, Any]) -> int:
-    """Return how many bytes of images a row holds."""
+    """Return how many bytes of images, videos and sounds a row holds."""
     items = [
         item
         for value in values.values()
         for item in (value if isinstance(value, list) else [value])
         if isinstance(item, Mapping)
     ]
-    contents = (item.get("bytes") for item in items)
-    return sum(len(content) for content in contents if isinstance(content, bytes))
+    contents = [content for item in items if isinstance(content := item.get("bytes"), bytes)]
+    waves = [wave for item in items if isinstance(wave := item.get("array"), list)]
+    return sum(map(len, contents)) + NUMBER_BYTES * sum(map(len, waves))
 
 
 def _pieces(path: Path, label: str) -> Iterator[Piece]:

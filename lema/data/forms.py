@@ -70,7 +70,8 @@ class Rows(Protocol):
 class Forms:
     """How rows are to be read."""
 
-    columns: Mapping[str, str] = field(default_factory=dict)  # our name of a column to the data's
+    # our name of a column to the data's; None: no column is read as it
+    columns: Mapping[str, str | None] = field(default_factory=dict)
     # a file, a Jinja text, or a name among the tokenizer's; None: the tokenizer's own
     chat_template: str | None = None
     train_on: TrainOn = "assistant"
@@ -108,17 +109,19 @@ class Forms:
     @property
     def fields(self) -> dict[str, str]:
         """The data's names of the fields of a message, by ours."""
-        return {name: self.columns[name] for name in MESSAGE_FIELDS if name in self.columns}
+        named = ((name, self.columns.get(name)) for name in MESSAGE_FIELDS)
+        return {name: theirs for name, theirs in named if theirs is not None}
 
     def renamed(self, row: Row) -> Row:
         """Return the row with the columns under our names. `DataError`: the row lacks a column
         that was named.
         """
-        renames = {
+        columns = {
             ours: theirs for ours, theirs in self.columns.items() if ours not in MESSAGE_FIELDS
         }
-        if not renames:
+        if not columns:
             return row
+        renames = {ours: theirs for ours, theirs in columns.items() if theirs is not None}
         values = dict(row.values)
         for theirs in renames.values():
             if theirs not in values and (nested := at_path(row.values, theirs)) is not None:
@@ -131,7 +134,7 @@ class Forms:
             raise row.broken(
                 what, how="correct `columns`, which maps LEMA's names to yours: {prompt: question}"
             )
-        taken = set(renames.values()) | set(renames)
+        taken = set(renames.values()) | set(columns)
         taken |= {theirs.partition(".")[0] for theirs in renames.values()}
         remaining = {name: value for name, value in row.values.items() if name not in taken}
         return Row(

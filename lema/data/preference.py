@@ -28,8 +28,8 @@ from lema.data.chat.tokens import DATED, encoded
 from lema.data.columns import (
     IGNORED,
     check_without_images,
-    has_image_column,
     left_out,
+    media_column,
     parse,
     with_system,
 )
@@ -515,7 +515,7 @@ def _with_images(
             check_without_images(row, Chat(prompt))
         return examples, ()
     if isinstance(prompt, str):
-        if has_image_column(row):
+        if media_column(row) is not None:
             what = "the row has images, and only chats have places for them"
             raise row.broken(what, how="write the row as messages")
         return examples, ()

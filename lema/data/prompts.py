@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lema.config import LemaConfig
 from lema.data.chat.messages import Chat, read_messages
-from lema.data.chat.pictures import KINDS
+from lema.data.chat.pictures import PARTS
 from lema.data.chat.template import in_forms, open_template
 from lema.data.chat.tokens import check_roles, encoded
-from lema.data.columns import alpaca_prompt, has_image_column
+from lema.data.columns import alpaca_prompt, media_column
 from lema.data.files import Row
 from lema.data.forms import check_ids, num_positions, text_of
 from lema.data.images.reading import ImageReading, with_column
@@ -171,7 +171,7 @@ def _rendered(
 
 def has_images(row: Row) -> bool:
     """Whether a row names images, in a column of its own or in its messages."""
-    if has_image_column(row):
+    if media_column(row) is not None:
         return True
     contents = [
         message.get("content")
@@ -180,7 +180,7 @@ def has_images(row: Row) -> bool:
         if isinstance(message, Mapping)
     ]
     return any(
-        isinstance(part, Mapping) and part.get("type") in KINDS
+        isinstance(part, Mapping) and part.get("type") in PARTS
         for content in contents
         if isinstance(content, list | tuple)
         for part in content

@@ -20,8 +20,8 @@ from lema.data.columns import (
     Kind,
     Text,
     Tokens,
-    has_image_column,
     left_out,
+    media_column,
     num_trained,
     parse,
 )
@@ -201,7 +201,7 @@ def _with_images(row: Row, example: Example, reading: Reading) -> Example:
         return example
     if isinstance(example, Chat):
         return with_column(row, example)
-    if has_image_column(row):
+    if media_column(row) is not None:
         what = "the row has images, and only chats have places for them"
         raise row.broken(what, how="write the row as messages")
     return example

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lema.activations.chunks.cuts import Cuts
 from lema.activations.hoststates import HostPool, HostStates
 from lema.backend import Backend
 from lema.backend.interrupt import Interrupt, Leaving, Stop
@@ -30,6 +31,7 @@ from lema.engine.head.objectives import LossSettings, Measured, Objective
 from lema.engine.head.pieces import PiecedHead, piece_passes
 from lema.engine.head.routers import router_loss_of
 from lema.engine.head.rows import RowLoss
+from lema.engine.layers.chunk_visit import cuts_of
 from lema.engine.layers.chunked import check_cuts
 from lema.engine.layers.image_rows import front_of_images
 from lema.engine.layers.layer_pass import LayerPass, layers_of
@@ -46,6 +48,7 @@ from lema.model import Split
 from lema.model.flow import LayerCall, Prelude
 from lema.model.inputs import IMAGES, model_inputs
 from lema.model.sequence.division import RowDivision
+from lema.model.sequence.host_keys import HostKeys
 from lema.stream import LayerStream, Lease, StreamCounters
 
 __all__ = ["StreamedModel"]
@@ -66,6 +69,7 @@ class StreamedModel:
             adapter.
         sequence_chunk: tokens of a sequence that go through a layer at once; None: all.
         division: how processes divide rows; None: each has rows of its own.
+        host_keys: as in `Engine`.
 
     Attributes:
         engine: the objects that the layers of a pass work with.
@@ -95,6 +99,7 @@ class StreamedModel:
         reference: StartingAdapter | None = None,
         sequence_chunk: int | None = None,
         division: RowDivision | None = None,
+        host_keys: HostKeys | None = None,
     ) -> None:
         self.head = head
         self.activations = activations or Activations(split, backend, stream.trace)
@@ -116,7 +121,9 @@ class StreamedModel:
             together=division is not None,
             **advice,
         )
-        self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=retry)
+        self.engine = Engine(
+            split, stream, backend, runs_again=runs_again, retry=retry, host_keys=host_keys
+        )
         self.sequence_chunk = sequence_chunk
         in_chunks = sequence_chunk is not None or division is not None
         self.layers = layers_of(self.engine, in_chunks=in_chunks)
@@ -336,7 +343,9 @@ class StreamedModel:
             self.starts_below = embed_head.reach_below
             # a head in pieces comes after all layers, any other is computed with the top layer
             end = self.split.num_layers - (self.head is None)
-            saving = self.step_saving(hidden, self.lowest_trained, end, in_host=pool is not None)
+            lowest = self.lowest_trained
+            cuts = None if pool is None else _cuts_of(calls[lowest:end], lowest, hidden)
+            saving = self.step_saving(hidden, lowest, end, cuts=cuts)
             reference_rows = reference_rows_of(
                 self, chunks, micro_batches, device_batches, calls, first
             )
@@ -631,7 +640,7 @@ class StreamedModel:
         uncut = isinstance(size, int) and batch["input_ids"].shape[1] <= size
         if size is None or uncut:
             return self.split.prelude(inputs, weights, differentiate=differentiate)
-        take = None if pool is None else pool.take
+        take = None if pool is None else pool.take_zeros
         return self.split.prelude_in_chunks(
             inputs, weights, size, differentiate=differentiate, allocate=take
         )
@@ -648,7 +657,7 @@ class StreamedModel:
         end: int,
         budget: int = 0,
         *,
-        in_host: bool = False,
+        cuts: Mapping[tuple[int, int], Cuts] | None = None,
     ) -> Saving:
         """Return what a step keeps of its layers; the arguments are those of `Activations.step`."""
         size = self.sequence_chunk
@@ -656,5 +665,22 @@ class StreamedModel:
         in_chunks = long or self.division is not None
         with self.retry.at("for the inputs of layers that wait for the backward"):
             return self.activations.step(
-                hidden, lowest, end, budget, in_chunks=in_chunks, in_host=in_host
+                hidden, lowest, end, budget, in_chunks=in_chunks, cuts=cuts
             )
+
+
+def _cuts_of(
+    calls: Sequence[Sequence[LayerCall]], first: int, hidden: Sequence[Tensor]
+) -> Mapping[tuple[int, int], Cuts]:
+    """Return the chunks of the inputs of layers, by layer and micro-batch.
+
+    Args:
+        calls: of each layer, the call of each micro-batch.
+        first: the number of the first layer.
+        hidden: of each micro-batch, its hidden state before the layers.
+    """
+    return {
+        (layer, index): cuts_of(call, hidden[index].shape[1])
+        for layer, of_layer in enumerate(calls, start=first)
+        for index, call in enumerate(of_layer)
+    }

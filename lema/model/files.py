@@ -155,10 +155,10 @@ class ModelFiles:
         return load_processor(self.directory, trusted=self.trusted)
 
     def image_processor(self) -> ImageProcessor:
-        """Return what makes tokens and tensors of chats with images. `DataError`: the directory has
-        no processor of images."""
+        """Return what makes tokens and tensors of chats with images, videos and sounds.
+        `DataError`: the directory has no processor of such."""
         processor = self.processor
-        if processor is None or getattr(processor, "image_processor", None) is None:
+        if processor is None:
             what = "the rows have images, and the model's directory has no processor of images"
             how = "put preprocessor_config.json and what was published with it next to the weights"
             raise DataError(what, where=str(self.directory), how=how)
@@ -166,8 +166,10 @@ class ModelFiles:
 
     @property
     def image_tokens(self) -> list[int]:
-        """The tokens that the model replaces by what its tower makes of an image."""
-        names = ("image_token_id", "image_token_index")
+        """The tokens that the model replaces by what its towers make of an image, a video or a
+        sound."""
+        kinds = ("image", "video", "audio")
+        names = [f"{kind}_token_{end}" for kind in kinds for end in ("id", "index")]
         tokens = [getattr(self.config, name, None) for name in names]
         return [token for token in tokens if isinstance(token, int)]
 
@@ -378,7 +380,16 @@ def training_rows(
 def image_reading(config: LemaConfig, files: ModelFiles) -> ImageReading:
     """Return what the images of rows are read with. `DataError`: their folder is not there."""
     folder = None if config.image_folder is None else expanded(config.image_folder)
-    limits = ImageLimits(folder, config.image_urls, config.max_image_pixels, config.max_image_bytes)
+    limits = ImageLimits(
+        folder,
+        config.image_urls,
+        config.max_image_pixels,
+        config.max_image_bytes,
+        config.max_media_bytes,
+        config.max_media_seconds,
+        config.max_video_frames,
+        config.video_fps,
+    )
     check_folder(limits)
     spool = Spool(None if config.offload_dir is None else expanded(config.offload_dir))
     return ImageReading(files.image_processor, limits, spool, files.image_tokens)

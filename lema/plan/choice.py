@@ -8,7 +8,9 @@ which `lema.plan.allocate` finds.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from lema.backend.registry import has_addresses
 from lema.errors import ConfigError, MemoryLimitError
@@ -140,12 +142,42 @@ def best(planner: Planner) -> Planner:
     one; if none fits that of the last, which says so when it is asked for its needs.
 
     Where the settings leave it open, rows go through layers as they are if any candidate fits so,
-    else in the largest chunks with which one does."""
+    else in the largest chunks with which one does; and keys and values of the layer at work are on
+    the device if a candidate fits so, else in host memory if one does only then."""
+    if not planner.keys_are_open:
+        return _best_in_place(planner)[0]
+    on_device, fits = _best_in_place(_with_keys(planner, "device"))
+    if fits or planner.workload is None:
+        return on_device
+    with suppress(ConfigError):  # of layers whose keys cannot wait there
+        in_host, fits = _best_in_place(_with_keys(planner, "host"))
+        if fits:
+            return in_host
+    return on_device
+
+
+def _with_keys(planner: Planner, place: Literal["device", "host"]) -> Planner:
+    """Return the planner of the same steps with keys and values at a place."""
+    micro_batch = replace(planner.shape.micro_batch, host_keys=place == "host")
+    return replace(
+        planner,
+        config=planner.config.model_copy(update={"keys_values": place}),
+        shape=replace(planner.shape, micro_batch=micro_batch),
+        workload=None if planner.workload is None else planner.work(micro_batch),
+        chooses_keys=True,
+    )
+
+
+def _best_in_place(planner: Planner) -> tuple[Planner, bool]:
+    """Return what `best` does, with keys and values where the planner has them, and whether it
+    fits."""
     if planner.config.sequence_chunk != "auto":
-        return _first_that_fits(planner)[0]
+        chosen, fits = _first_that_fits(planner)
+        # of the settings without a limit, what does not fit is told when it does not
+        return chosen, fits and (not planner.chooses_keys or _in_memory(chosen))
     chosen, fits = _first_that_fits(_with_chunk(planner, None))
     if fits and _in_memory(chosen):
-        return chosen
+        return chosen, True
     length = planner.shape.micro_batch.length
     sizes = [1 << power for power in range(SMALLEST.bit_length() - 1, (length - 1).bit_length())]
     low, high = 0, len(sizes)  # of the sizes, as many fit
@@ -159,8 +191,8 @@ def best(planner: Planner) -> Planner:
         else:
             high = middle - 1
     if fitting is not None:
-        return fitting
-    return _first_that_fits(_with_chunk(planner, sizes[0]))[0] if sizes else chosen
+        return fitting, True
+    return _first_that_fits(_with_chunk(planner, sizes[0]))[0] if sizes else chosen, False
 
 
 def _with_chunk(planner: Planner, chunk: int | None) -> Planner:

@@ -166,9 +166,8 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
     limited = config.device_memory not in (None, "auto") or config.host_memory is not None
     unlimited = planner.unlimited()
     unlimited_memory = config.device_memory is None and not limited
-    if not trains or (
-        unlimited_memory and not machine_state.resident_fraction and not leaves_chunk
-    ):
+    leaves_open = leaves_chunk or planner.keys_are_open
+    if not trains or (unlimited_memory and not machine_state.resident_fraction and not leaves_open):
         if (
             trains
             and config.strategy is MemoryStrategy.RESIDENT

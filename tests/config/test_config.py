@@ -255,6 +255,22 @@ def test_columns_are_ours_to_theirs() -> None:
         LemaConfig("m", columns={"prompt": "a", "completion": "a"})
 
 
+def test_a_column_can_be_left_unread() -> None:
+    columns = LemaConfig("m", columns={"images": "NONE", "input": None, "prompt": "q"}).columns
+    assert columns == {"images": None, "input": None, "prompt": "q"}
+    with pytest.raises(ConfigError, match="must name a field for 'role'"):
+        LemaConfig("m", columns={"role": "NONE"})
+
+
+def test_bytes_of_an_image_may_have_units() -> None:
+    sizes = {"1MB": 10**6, "2 MiB": 2 * 1024**2, "512": 512, 4e6: 4_000_000, 77: 77}
+    for size, expected in sizes.items():
+        assert LemaConfig("m", max_image_bytes=size).max_image_bytes == expected
+    for wrong in ("auto", 0.5, 1.0, "0.5", "many", 0, -1, True):
+        with pytest.raises(ConfigError, match="max_image_bytes"):
+            LemaConfig("m", max_image_bytes=wrong)
+
+
 @pytest.mark.parametrize(
     ("field", "good", "bad"),
     [

@@ -46,6 +46,22 @@ def test_columns_are_read_by_the_names_that_are_given(learn, write, suffix):
     assert data.notes == (f"LEMA does not use the column 'id' (1 row, the first is {file}:{line})",)
 
 
+def test_a_column_that_is_named_NONE_is_not_read(learn):
+    row = {"instruction": "the hill", "input": "a place", "output": "high"}
+    (ids, without, with_input) = (
+        data[0]["input_ids"]
+        for _, data in (
+            learn([row], columns={"instruction": "instruction", "input": None}),
+            learn([{**row, "input": ""}]),
+            learn([row]),
+        )
+    )
+    assert ids == without != with_input
+    row = {"messages": "of another kind", "prompt": "the hill", "completion": "high"}
+    texts, _ = learn([row], columns={"messages": None})
+    assert texts == learn([{**row, "messages": None}])[0]
+
+
 def test_columns_that_are_named_come_before_those_that_are_known(learn):
     row = {"text": "the river", "query": "the mill\n", "response": "Old."}
     texts, data = learn([row], columns={"prompt": "query", "completion": "response"})

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -22,6 +23,7 @@ from lema import LemaConfig
 from lema.data import TokenDataset
 from lema.data.images.processor import WRITES
 from lema.data.images.rows import RowImages
+from lema.data.images.sounds import wav_of
 from lema.data.sets.sources import data_files
 from lema.errors import DataError
 from lema.model.files import ModelFiles, read_data
@@ -77,8 +79,8 @@ def encoded(number: int = 1) -> str:
 def images_of(data: TokenDataset, index: int = 0) -> list[Any]:
     images = data.images(index)
     assert isinstance(images, RowImages)
-    (record,) = images.records
-    return [] if record is None else [one.load(10**6) for one in record.sources]
+    (decoded,) = images.decoded()
+    return decoded
 
 
 def assert_first(data: TokenDataset, number: int = 1) -> None:
@@ -208,7 +210,7 @@ REFUSED = {
     "two values": (chat({**PART, "path": "one.png", "url": "two.png"}), "several values"),
     "a number": (chat(PART, images=[7]), "an image is a int"),
     "an empty object": (chat(PART, images=[{}]), "neither bytes nor a path"),
-    "video": (chat({"type": "video", "path": "a.mp4"}), "holds video"),
+    "video": (chat({"type": "video", "path": "a.mp4"}), "cannot be read"),
     "a word of the processor": (
         chat(PART, {"type": "text", "text": "<image>"}, images=["one.png"]),
         "processor refuses",
@@ -229,8 +231,8 @@ REFUSED = {
         "and no image",
     ),
     "its token in ids": ({"input_ids": [5, IMAGE, 6]}, "and no image"),
-    "a column of videos": (chat(videos=["a.mp4"]), "a column 'videos'"),
-    "a column of sound": (chat(PART, images=["one.png"], audio="a.wav"), "a column 'audio'"),
+    "a column of videos": (chat(videos=["one.png"]), "takes no videos"),
+    "a column of sound": (chat(PART, images=["one.png"], audio="a.wav"), "takes no sounds"),
     "text with images": ({"text": "w5 w6", "images": ["one.png"]}, "only chats"),
 }
 
@@ -242,6 +244,7 @@ def test_what_is_wrong_is_refused_by_row(
     import os
 
     (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "a.wav").write_bytes(wav_of(np.zeros(9, np.float32), 16_000))
     (tmp_path / "link.png").symlink_to("/etc/hostname")
     (tmp_path / "folder.png").mkdir()
     os.mkfifo(tmp_path / "pipe.png")

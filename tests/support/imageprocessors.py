@@ -38,7 +38,8 @@ TEMPLATE = (
     f"{{{{ {{'user': '{USER} ', 'assistant': '{ANSWER} '}}.get(message.role, '{OTHER} ') }}}}"
     "{% if message.content is string %}{{ message.content }} {% else %}"
     "{% for part in message.content %}"
-    "{% if part.type == 'image' %}IMAGE {% else %}{{ part.text }} {% endif %}"
+    "{% if part.type == 'image' %}IMAGE {% elif part.type == 'video' %}VIDEO "
+    "{% elif part.type == 'audio' %}AUDIO {% else %}{{ part.text }} {% endif %}"
     "{% endfor %}{% endif %}</s> {% endfor %}"
     f"{{% if add_generation_prompt %}}{ANSWER} {{% endif %}}"
 )

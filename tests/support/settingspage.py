@@ -22,6 +22,7 @@ GROUPS = {
     ),
     "Data": "train_data eval_data eval_split mixture columns chat_template train_on max_length "
     "overlong packing image_folder image_urls max_image_pixels max_image_bytes "
+    "max_media_bytes max_media_seconds max_video_frames video_fps "
     "group_by_length shuffle max_train_samples max_eval_samples data_cache pad_to_multiple_of",
     "Steps and batches": "batch_size gradient_accumulation_steps micro_batch_size tokens_per_step "
     "micro_batch_tokens "

@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import AutoConfig, TrainerCallback, get_scheduler
 
 from lema import LemaConfig, LemaModel
-from lema.data.images import sources
+from lema.data.images import decoder
 from lema.data.images.processor import ImageProcessor
 from lema.model.files import read_data
 from lema.plan import make_plan
@@ -304,7 +304,7 @@ def live(
     images: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
     pixels: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
     most = [0, 0, 0]
-    decode = sources.decoded
+    decode = decoder.decoded
     process = ImageProcessor.inputs
 
     def decoded(content: bytes, max_pixels: int) -> Any:
@@ -321,7 +321,7 @@ def live(
         return made
 
     with monkeypatch.context() as patched:
-        patched.setattr(sources, "decoded", decoded)
+        patched.setattr(decoder, "decoded", decoded)
         patched.setattr(ImageProcessor, "inputs", inputs)
         about = written(tmp_path, model, rows, batch_size=8, micro_batch_size=2, max_steps=2)
         about["overwrite_output_dir"] = True

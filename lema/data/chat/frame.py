@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lema.data.chat.marks import TAG, has_marks
-from lema.data.chat.pictures import PICTURE
+from lema.data.chat.pictures import kinds_in
 from lema.data.chat.template import Template
 from lema.data.chat.turns import Rendered, Span, signatures_of
 
@@ -64,7 +64,7 @@ def shape_of(
         text = message["content"]
         if len(message) != 2 or not isinstance(text, str) or not (inner := text.strip()):
             return None
-        if template.in_parts or PICTURE in text:
+        if template.in_parts or kinds_in(text):
             return None
         if ("<" in text or "[" in text) and TAG.search(text):
             return None

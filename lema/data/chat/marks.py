@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from lema.data.chat.pictures import PICTURE
+from lema.data.chat.pictures import MARKS, kinds_in
 
 __all__ = ["Marked", "Piece", "has_marks", "mark_messages", "without_marks"]
 
@@ -20,7 +20,7 @@ LAST = 0x10FFFD
 _MARKS = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]")
 # Templates cut messages at tags, such as those around reasoning, and ask whether a message begins
 # or ends with one. An image is between words as a tag is.
-TAG = re.compile(rf"<[^<>\s][^<>]{{0,40}}>|\[/?[A-Z_]{{2,20}}\]|{PICTURE}")
+TAG = re.compile(rf"<[^<>\s][^<>]{{0,40}}>|\[/?[A-Z_]{{2,20}}\]|[{''.join(MARKS.values())}]")
 # stretches of one text that are marked; between tags of a long page of HTML there are thousands
 _MOST = 16
 
@@ -102,7 +102,7 @@ def _stretches(text: str) -> list[tuple[int, int]]:
     at = 0
     borders = (
         [(tag.start(), tag.end()) for tag in TAG.finditer(text)]
-        if "<" in text or "[" in text or PICTURE in text
+        if "<" in text or "[" in text or kinds_in(text)
         else []
     )
     for start, end in [*borders, (len(text), len(text))]:

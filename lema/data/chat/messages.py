@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lema.data.chat.pictures import PICTURE, Picture, check_text, picture_of
+from lema.data.chat.pictures import MARKS, NOUNS, Picture, check_text, picture_of
 from lema.data.files import Row
 from lema.data.forms import at_path, flag_of, list_of, text_of
 
@@ -134,7 +134,8 @@ def _content(
 ) -> str | None:
     """The words of a message, its parts joined, since templates for words alone show parts as
     nothing, or refuse them; a template that takes parts alone is given the words as one
-    (`forms_of_messages`). An image is one character there, and is added to `pictures`."""
+    (`forms_of_messages`). An image, a video or a sound is one character there, and is added to
+    `pictures`."""
     content = message["content"]
     if content is None:
         if not message.get("tool_calls"):
@@ -154,10 +155,10 @@ def _content(
             continue
         picture = picture_of(row, block, at)
         if message["role"] == "assistant":
-            what = "an answer holds an image, and models with images write text"
-            raise row.broken(what, at=at, how="move the image to a message before it")
+            what = f"an answer holds {NOUNS[picture.kind]}, and models write text"
+            raise row.broken(what, at=at, how="move it to a message before the answer")
         pictures.append(picture)
-        words.append(PICTURE)
+        words.append(MARKS[picture.kind])
     return "".join(words)
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import io
 import struct
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lema.errors import ConfigError, installing, message_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
-__all__ = ["FORMATS", "Unusable", "decoded"]
+__all__ = ["FORMATS", "Unusable", "decoded", "larger", "opened"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 
@@ -47,8 +50,28 @@ def decoded(content: bytes, max_pixels: int) -> Image:
         Unusable: it has no pixels or too many, is damaged, or is of another format.
         ConfigError: Pillow is not installed.
     """
+    with opened(content, max_pixels, FORMATS, "image") as image:
+        from PIL import ImageOps
+
+        image.load()
+        turned = ImageOps.exif_transpose(image)
+        return turned.convert("RGB")
+
+
+@contextmanager
+def opened(
+    content: bytes, max_pixels: int, formats: tuple[str, ...], noun: str
+) -> Iterator[ImageFile]:
+    """Open a file whose size has been looked at. Errors in the context are those of `decoded`.
+
+    Args:
+        content: the bytes of the file.
+        max_pixels: of the image, by its header.
+        formats: which may be opened.
+        noun: what messages call it.
+    """
     try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         what = "images are read by Pillow, which is not installed"
         raise ConfigError(what, where="modalities", how=installing("images")) from error
@@ -62,26 +85,25 @@ def decoded(content: bytes, max_pixels: int) -> Image:
         with warnings.catch_warnings():
             # of sizes, which are looked at here, and of damaged metadata, which are not used
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            with Image.open(io.BytesIO(content), formats=formats) as image:
                 _check_size(*image.size, max_pixels)
-                image.load()
-                turned = ImageOps.exif_transpose(image)
-                return turned.convert("RGB")
+                yield image
     except Unusable:
         raise
     except UnidentifiedImageError as error:
-        what = f"this is no image of a format that is read ({', '.join(FORMATS)})"
+        what = f"this is no {noun} of a format that is read ({', '.join(formats)})"
         raise Unusable(what) from error
     except Image.DecompressionBombError as error:
         raise Unusable(
-            f"the image has more than {max_pixels:,} pixels", _larger("max_image_pixels")
+            f"the {noun} has more than {max_pixels:,} pixels", larger("max_image_pixels")
         ) from error
     # Any error: decoders raise many kinds for damaged files, and the message is passed on.
     except Exception as error:
-        raise Unusable(f"the image cannot be decoded: {message_of(error)}") from error
+        raise Unusable(f"the {noun} cannot be decoded: {message_of(error)}") from error
 
 
-def _larger(setting: str) -> str:
+def larger(setting: str) -> str:
+    """Return what to do about an image that is larger than a setting allows."""
     return f"make it smaller, remove the row, or raise {setting}"
 
 
@@ -90,7 +112,7 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
         raise Unusable(f"the image has no pixels ({width} x {height})")
     if width * height > max_pixels:
         what = f"the image has {width:,} x {height:,} pixels, more than {max_pixels:,}"
-        raise Unusable(what, _larger("max_image_pixels"))
+        raise Unusable(what, larger("max_image_pixels"))
 
 
 def _webp_size(content: bytes) -> tuple[int, int] | None:

@@ -1,5 +1,5 @@
-"""The model's published processor: it writes as many tokens for an image as the model's tower
-makes, and the tensors that the tower reads.
+"""The model's published processor: it writes as many tokens for an image, a video or a sound as
+the model's tower makes, and the tensors that the tower reads.
 
 Nothing of that is known here. The processor is given rendered chats and images as any trainer
 gives them, and its tokenizer is watched: where the trained words are in the text that it is given,
@@ -23,11 +23,13 @@ from lema.data.chat.pieces import Ids, Learnt
 from lema.data.chat.tokens import tokenizing
 from lema.data.chat.turns import Span
 from lema.data.files import Row
-from lema.errors import LemaError, message_of
+from lema.data.images.decode import Unusable
+from lema.data.images.decoder import Decoded
+from lema.data.images.videos import Facts, Video
+from lema.errors import LemaError, installing, message_of
 from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 __all__ = ["Expanded", "ImageProcessor"]
@@ -35,8 +37,13 @@ __all__ = ["Expanded", "ImageProcessor"]
 MARK = chr(0x107FFC)  # at the beginning and at the end of trained words, for the processor's input
 OF_TOKENS = ("input_ids", "attention_mask")
 HOW = "use the processor that was published with the model"
+OTHER_MODEL = "remove the row, or take another model"
 OFFSETS = "text_replacement_offsets"
 WRITES = "get_text_with_replacements"  # the method of releases that tell the offsets
+# what a processor of videos is told that its sampling of frames is not given
+NOT_OF_SAMPLING = frozenset(
+    {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
+)
 OF_TYPES = "token_type"  # is in the names of columns that say what each token is
 
 
@@ -64,7 +71,7 @@ class ImageProcessor:
     Args:
         processor: the processor.
         tokenizer: that tokenises the rows of the run.
-        image_tokens: the tokens that the model replaces by what its tower makes.
+        image_tokens: the tokens that the model replaces by what its towers make.
     """
 
     def __init__(
@@ -90,15 +97,89 @@ class ImageProcessor:
     def _tokenize(self) -> Callable[[str, Sequence[Span], bool], tuple[Ids, Learnt]]:
         return tokenizing(self._tokenizer)
 
+    @property
+    def sampling_rate(self) -> int:
+        """Samples a second that the model hears. `Unusable`: it does not hear."""
+        part = getattr(self._processor, "audio_processor", None)
+        part = part or getattr(self._processor, "feature_extractor", None)
+        if part is None:
+            raise Unusable(f"{self.name} takes no sounds", OTHER_MODEL)
+        return int(part.sampling_rate)
+
+    def frame_numbers(self, facts: Facts, fps: float | None) -> list[int]:
+        """Return the numbers of the frames of a video that the model is shown.
+
+        Args:
+            facts: of the video.
+            fps: so many for a second; None: as the processor's files say, which may be all.
+
+        Raises:
+            Unusable: the processor takes no videos, or cannot choose.
+        """
+        part = self._videos()
+        if fps is None and not part.do_sample_frames:
+            return list(range(facts.num_frames))
+        from transformers.video_utils import VideoMetadata
+
+        settings = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
+        if fps is not None:
+            settings |= {"fps": fps, "num_frames": None}
+        metadata = VideoMetadata(
+            total_num_frames=facts.num_frames,
+            fps=facts.rate,
+            width=facts.width,
+            height=facts.height,
+            duration=None if facts.rate is None else facts.num_frames / facts.rate,
+        )
+        chosen = {name: settings[name] for name in settings.keys() - NOT_OF_SAMPLING}
+        try:
+            return [int(number) for number in part.sample_frames(metadata=metadata, **chosen)]
+        except Exception as error:
+            what = f"{self.name} chooses no frames of the video: {message_of(error)}"
+            raise Unusable(what, "set video_fps, or give a list of frames") from error
+
+    def _videos(self) -> Any:
+        """Return the processor's part for videos. `Unusable`: there is none."""
+        part = getattr(self._processor, "video_processor", None)
+        if part is not None:
+            return part
+        if "video_processor" in self._processor.get_attributes():
+            what = "videos are prepared by torchvision, which is not installed"
+            raise Unusable(what, installing("videos"))
+        raise Unusable(f"{self.name} takes no videos", OTHER_MODEL)
+
+    def _arguments(self, rows: Sequence[Sequence[Decoded]]) -> dict[str, Any]:
+        """Return what the processor is given besides texts, as `apply_chat_template` gives it: the
+        images of each row, and the videos and sounds of all rows."""
+        every = [medium for row in rows for medium in row]
+        videos = [medium for medium in every if isinstance(medium, Video)]
+        sounds = [medium for medium in every if isinstance(medium, np.ndarray)]
+        given: dict[str, Any] = {}
+        if len(every) > len(videos) + len(sounds):
+            if getattr(self._processor, "image_processor", None) is None:
+                raise Unusable(f"{self.name} takes no images", OTHER_MODEL)
+            given["images"] = [
+                [medium for medium in row if not isinstance(medium, Video | np.ndarray)]
+                for row in rows
+            ]
+        if videos:
+            self._videos()
+            given["videos"] = [video.frames for video in videos]
+            given["video_metadata"] = [video.metadata for video in videos]
+            given["do_sample_frames"] = False  # because they are those that the model is shown
+        if sounds:
+            given |= {"audio": sounds, "sampling_rate": self.sampling_rate}
+        return given
+
     def expand(
-        self, text: str, spans: Sequence[Span], images: Sequence[Image], row: Row
+        self, text: str, spans: Sequence[Span], images: Sequence[Decoded], row: Row
     ) -> Expanded:
-        """Return a rendered chat as tokens, with those of its images.
+        """Return a rendered chat as tokens, with those of its images, videos and sounds.
 
         Args:
             text: the chat as its template writes it, with a word for each image.
             spans: the stretches that are trained on.
-            images: in their order in the text.
+            images: them all, in their order in the text.
             row: where they are from.
 
         Raises:
@@ -110,8 +191,8 @@ class ImageProcessor:
         with _refused(row):
             outputs = self._processor(
                 text=[_marked(text, spans)],
-                images=[list(images)],
                 add_special_tokens=False,
+                **self._arguments([images]),
                 **self._offsets,
             )
         marked = self._watched.marked_texts[0]
@@ -129,6 +210,11 @@ class ImageProcessor:
             (start - marked.count(MARK, 0, start), end - marked.count(MARK, 0, end))
             for start, end in (offset["new_span"] for offset in (outputs.get(OFFSETS) or [[]])[0])
         ]
+        if any(start == end for start, end in written):
+            what = (
+                f"{self.name} writes no token for a sound or video of the row, which is too short"
+            )
+            raise row.broken(what, how="remove the row")
         # every second one, so that no two of them touch each other
         masks = [
             self._tokenize("".join(parts), of_parity, True)[1]
@@ -149,7 +235,7 @@ class ImageProcessor:
         return Expanded(ids, learnt & ~of_images, of_images, tuple(runs))
 
     def inputs(
-        self, texts: Sequence[str | None], images: Sequence[Sequence[Image]]
+        self, texts: Sequence[str | None], images: Sequence[Sequence[Decoded]]
     ) -> dict[str, Tensor]:
         """Return what the processor makes of some rows together.
 
@@ -165,7 +251,7 @@ class ImageProcessor:
         with library_errors(self.name, "the model's processor fails on a batch", HOW):
             outputs = self._processor(
                 text=[blank if text is None else text for text in texts],
-                images=[list(of_row) for of_row in images] if any(images) else None,
+                **self._arguments(images),
                 add_special_tokens=False,
                 padding=padded,
                 padding_side="right",
@@ -215,6 +301,8 @@ def _refused(row: Row) -> Iterator[None]:
         yield
     except LemaError:
         raise
+    except Unusable as error:
+        raise row.broken(error.what, how=error.how) from error
     except Exception as error:
         what = f"the model's processor refuses this row: {message_of(error)}"
         how = "compare the images of the row with the words for them in its chat"

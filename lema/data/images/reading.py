@@ -1,44 +1,43 @@
-"""Reads the images of rows, and makes tokens of the rows that have some."""
+"""Reads the images, videos and sounds of rows, and makes tokens of the rows that have some."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lema.data.chat.messages import Chat
-from lema.data.chat.pictures import PICTURE, Picture
+from lema.data.chat.pictures import MARKS, NOUNS, Kind, Picture, kinds_in
 from lema.data.chat.turns import Span
-from lema.data.columns import IMAGE_COLUMNS
+from lema.data.columns import MEDIA_COLUMNS
 from lema.data.files import Row
+from lema.data.images.decoder import Decoded, Decoder
 from lema.data.images.limits import IMAGES_PER_ROW, ImageLimits
 from lema.data.images.processor import Expanded, ImageProcessor
 from lema.data.images.rows import ImageRecord, RowImages
 from lema.data.images.sources import ImageSource, Spool, source_of
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 __all__ = ["ImageReading", "RowPictures", "with_column"]
 
-UNREAD_COLUMNS = ("videos", "video", "audios", "audio")  # of TRL's rows, which are not read
-WORD = "<image>"  # for an image in the texts of LLaVA's data and of those after it
+# what stands for one in the texts of LLaVA's data, and of those after it
+WORDS: Mapping[Kind, str] = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
 
 
 @dataclass(frozen=True)
 class RowPictures:
-    """The decoded images of one row, while it is read."""
+    """The decoded images, videos and sounds of one row, while it is read."""
 
     sources: tuple[ImageSource, ...]
-    images: tuple[Image, ...]
+    images: tuple[Decoded, ...]
 
 
 class ImageReading:
-    """What images are read with; it lives as long as a data set is read.
+    """What images, videos and sounds are read with; it lives as long as a data set is read.
 
     Args:
         opened: returns the model's processor. `DataError`: there is none.
@@ -73,8 +72,13 @@ class ImageReading:
         """The model's processor."""
         return self._opened()
 
+    @cached_property
+    def decoder(self) -> Decoder:
+        """What decodes images, videos and sounds."""
+        return Decoder(self._limits, lambda: self.processor)
+
     def pictures(self, row: Row, pictures: Sequence[Picture]) -> RowPictures:
-        """Return the images of a row.
+        """Return the images, videos and sounds of a row.
 
         Args:
             row: the row.
@@ -82,19 +86,26 @@ class ImageReading:
                 their order.
 
         Raises:
-            DataError: there are more of these than of the others, or fewer, or an image cannot be
-                used.
+            DataError: one cannot be used, or they are more than the limits allow of a row.
         """
         sources = []
         images = []
-        num_pixels = 0
+        num_pixels = 0.0
+        seconds = 0.0
         for picture in pictures:
-            source, image = source_of(picture, row, self._limits, self._spool)
-            num_pixels += image.size[0] * image.size[1]
+            source, image = source_of(picture, row, self.decoder, self._spool)
+            extent = self.decoder.extent(image)
+            if picture.kind == "audio":
+                seconds += extent[0]
+            else:
+                num_pixels += math.prod(extent)
             if num_pixels > IMAGES_PER_ROW * self._limits.max_pixels:
-                what = f"the images of the row have more than {num_pixels - 1:,} pixels together"
+                what = f"the images of the row have more than {num_pixels - 1:,.0f} pixels together"
                 how = "remove some, make them smaller, or raise max_image_pixels"
                 raise row.broken(what, how=how)
+            if seconds > IMAGES_PER_ROW * self._limits.max_seconds:
+                what = f"the sounds of the row have {seconds:,.0f} seconds together"
+                raise row.broken(what, how="remove some, or raise max_media_seconds")
             sources.append(source)
             images.append(image)
         return RowPictures(tuple(sources), tuple(images))
@@ -107,8 +118,8 @@ class ImageReading:
         expanded = self.processor.expand(text, spans, pictures.images, row)
         places = np.flatnonzero(expanded.images)
         end = int(places[-1]) + 1 if len(places) else 0
-        sizes = tuple(image.size for image in pictures.images)
-        return expanded, ImageRecord(text, pictures.sources, 0, end, expanded.spans, sizes)
+        extents = tuple(map(self.decoder.extent, pictures.images))
+        return expanded, ImageRecord(text, pictures.sources, 0, end, expanded.spans, extents)
 
     def check_tokens(self, row: Row, ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Refuse a row without images that has a token for one, as words that write it out have.
@@ -128,66 +139,90 @@ class ImageReading:
 
     def rows(self, record: ImageRecord | None) -> RowImages:
         """Return the images of one row, for its micro-batch."""
-        return RowImages([record], self.processor, self._limits.max_pixels)
+        return RowImages([record], self.processor, self.decoder)
 
 
 def with_column(row: Row, chat: Chat) -> Chat:
-    """Return a chat with the images of the row's column in their places. If none of its messages
-    says where, all stand at the beginning of the first message of the user, as TRL puts them.
+    """Return a chat with the images, videos and sounds of the row's columns in their places. If
+    none of its messages says where those of a kind are, all stand at the beginning of the first
+    message of the user, as TRL puts them.
 
     Raises:
-        DataError: there are other numbers of images and of places, or no place.
+        DataError: there are other numbers of them and of places, or no place.
     """
-    for unread in UNREAD_COLUMNS:
-        if row.values.get(unread):
-            what = f"the row has a column '{unread}', and rows have text and images alone"
-            raise row.broken(what, how="remove the column, or the row")
-    name = next((name for name in IMAGE_COLUMNS if row.values.get(name) is not None), None)
-    if name is None:
-        if any(picture.value is None for picture in chat.pictures):
-            what = "a message has a part for an image, and the row has no column 'images'"
-            how = 'add "images": [PATH], or write {"type": "image", "path": PATH}'
+    messages = chat.messages
+    named = {kind: _in_column(row, kind) for kind in MEDIA_COLUMNS}
+    for kind in reversed(list(MEDIA_COLUMNS)):  # because each is put before those that stand there
+        pictures = named[kind]
+        if pictures and not any(picture.kind == kind for picture in chat.pictures):
+            messages = _with_words(messages, kind) or _at_the_beginning(row, messages, pictures)
+    following = {kind: iter(pictures or ()) for kind, pictures in named.items()}
+    in_parts = {kind: iter(_of_kind(chat, kind)) for kind in MEDIA_COLUMNS}
+    places = dict.fromkeys(MEDIA_COLUMNS, 0)
+    placed = []
+    for message in messages:
+        for kind in kinds_in(str(message.get("content"))):
+            picture = next(in_parts[kind], None)
+            if picture is None or picture.value is None:
+                places[kind] += 1
+                picture = next(following[kind], None)
+            if picture is not None:
+                placed.append(picture)
+    for kind, pictures in named.items():
+        if pictures is None and places[kind]:
+            what = f"a message has a part for {NOUNS[kind]}, and the row has no column '{kind}s'"
+            how = f'add "{kind}s": [PATH], or write {{"type": "{kind}", "path": PATH}}'
             raise row.broken(what, how=how)
-        return chat
+        if places[kind] != len(pictures or ()):
+            what = f"the row has {len(pictures or ())} {kind}s, and its messages have "
+            what += f"{places[kind]} places for them"
+            how = f'give each one part {{"type": "{kind}"}} in a message'
+            raise row.broken(what, how=how)
+    return replace(chat, messages=messages, pictures=tuple(placed))
+
+
+def _in_column(row: Row, kind: Kind) -> list[Picture] | None:
+    """Return what a row's column of a kind holds; None: the row has no such column."""
+    names = MEDIA_COLUMNS[kind]
+    name = next((name for name in names if row.values.get(name) is not None), None)
+    if name is None:
+        return None
     value = row.values[name]
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    named = [
-        Picture(image, f"{name}, image {number}")
-        for number, image in enumerate((image for image in values if image is not None), 1)
+    is_frames = kind == "video" and name == "video"  # one video, which may be a list of frames
+    values = list(value) if isinstance(value, list | tuple) and not is_frames else [value]
+    return [
+        Picture(item, f"{name}, {kind} {number}", kind=kind)
+        for number, item in enumerate((item for item in values if item is not None), 1)
     ]
-    if named and not chat.pictures:
-        chat = _with_words(chat)
-        if not chat.pictures:
-            return _at_the_beginning(row, chat, named)
-    places = sum(picture.value is None for picture in chat.pictures)
-    if places != len(named):
-        what = f"the row has {len(named)} images, and its messages have {places} places for them"
-        raise row.broken(what, how='give each image one part {"type": "image"} in a message')
-    following = iter(named)
-    pictures = (next(following) if picture.value is None else picture for picture in chat.pictures)
-    return replace(chat, pictures=tuple(pictures))
 
 
-def _with_words(chat: Chat) -> Chat:
-    """Return a chat whose texts have the word `<image>` with an image in the place of each."""
-    messages = []
-    count = 0
-    for message in chat.messages:
-        content = message["content"]
-        if message["role"] != "assistant" and isinstance(content, str):
-            count += content.count(WORD)
-            message = {**message, "content": content.replace(WORD, PICTURE)}
-        messages.append(message)
-    return replace(chat, messages=messages, pictures=(Picture(None, "images"),) * count)
+def _of_kind(chat: Chat, kind: Kind) -> list[Picture]:
+    return [picture for picture in chat.pictures if picture.kind == kind]
 
 
-def _at_the_beginning(row: Row, chat: Chat, named: Sequence[Picture]) -> Chat:
-    for number, message in enumerate(chat.messages):
+def _with_words(messages: list[dict[str, Any]], kind: Kind) -> list[dict[str, Any]] | None:
+    """Return messages whose texts have a word such as `<image>` with an image in the place of each;
+    None: none has the word."""
+    word = WORDS[kind]
+    changed = [
+        {**message, "content": message["content"].replace(word, MARKS[kind])}
+        if message["role"] != "assistant" and isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
+    return None if changed == messages else changed
+
+
+def _at_the_beginning(
+    row: Row, messages: list[dict[str, Any]], named: Sequence[Picture]
+) -> list[dict[str, Any]]:
+    for number, message in enumerate(messages):
         if message["role"] == "user" and isinstance(message["content"], str):
-            first = {**message, "content": PICTURE * len(named) + message["content"]}
-            messages = [*chat.messages[:number], first, *chat.messages[number + 1 :]]
-            return replace(chat, messages=messages, pictures=tuple(named))
+            marks = "".join(MARKS[picture.kind] for picture in named)
+            first = {**message, "content": marks + message["content"]}
+            return [*messages[:number], first, *messages[number + 1 :]]
+    kind = named[0].kind
     raise row.broken(
-        "the row has images, and no message is the user's",
-        how='give each image one part {"type": "image"} in a message',
+        f"the row has {kind}s, and no message is the user's",
+        how=f'give each one part {{"type": "{kind}"}} in a message',
     )

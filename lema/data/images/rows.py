@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from lema.data.images.decoder import Decoded, Decoder
 from lema.data.images.processor import OF_TOKENS, OF_TYPES, ImageProcessor
 from lema.data.images.sources import ImageSource
 from lema.errors import DataError
@@ -34,7 +36,7 @@ class ImageRecord:
         start: tokens of the whole row that were cut off its beginning.
         end: tokens of the whole row up to the end of its last image.
         spans: the first token of each image in the whole row, and the one after its last.
-        sizes: width and height of each image.
+        extents: of each, as of `Decoder.extent`.
     """
 
     text: str
@@ -42,7 +44,7 @@ class ImageRecord:
     start: int
     end: int
     spans: tuple[tuple[int, int], ...] = ()
-    sizes: tuple[tuple[int, int], ...] = ()
+    extents: tuple[tuple[float, ...], ...] = ()
 
     def shifted(self, start: int) -> ImageRecord:
         """Return the record of the row without so many tokens at its beginning."""
@@ -62,13 +64,15 @@ class ImageRecord:
         """Return what there is to say of each image; see `RowImages.described`."""
         separate = len(self.spans) == len(self.sources)
         images = []
-        for number, (source, size) in enumerate(zip(self.sources, self.sizes, strict=True)):
+        for number, (source, extent) in enumerate(zip(self.sources, self.extents, strict=True)):
             start, end = self.spans[number] if separate else (None, None)
             tokens = None if start is None or end is None else end - start
             first = None if start is None else start - self.start
-            images.append(
-                {"name": source.name, "size": list(size), "first": first, "tokens": tokens}
-            )
+            size: dict[str, Any] = {"size": list(extent)}
+            if source.kind == "audio":
+                size = {"seconds": round(extent[0], 2)}
+            about = {"name": source.name, "kind": source.kind, **size}
+            images.append(about | {"first": first, "tokens": tokens})
         return images
 
     @property
@@ -86,18 +90,24 @@ class RowImages(Sequence[ImageRecord | None]):
     Args:
         records: those of each row.
         processor: of the model.
-        max_pixels: of an image.
+        decoder: decodes the images, videos and sounds.
+        lengths: of each pack of the micro-batch, the tokens of its rows; None: they are not packed.
     """
 
     def __init__(
-        self, records: Sequence[ImageRecord | None], processor: ImageProcessor, max_pixels: int
+        self,
+        records: Sequence[ImageRecord | None],
+        processor: ImageProcessor,
+        decoder: Decoder,
+        lengths: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.records = tuple(records)
+        self.lengths = lengths
         self._processor = processor
-        self._max_pixels = max_pixels
+        self._decoder = decoder
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.records if self.lengths is None else self.lengths)
 
     @overload
     def __getitem__(self, index: int) -> ImageRecord | None: ...
@@ -105,7 +115,13 @@ class RowImages(Sequence[ImageRecord | None]):
     def __getitem__(self, index: slice) -> RowImages: ...
     def __getitem__(self, index: int | slice) -> ImageRecord | RowImages | None:
         if isinstance(index, slice):
-            return RowImages(self.records[index], self._processor, self._max_pixels)
+            if self.lengths is None:
+                return RowImages(self.records[index], self._processor, self._decoder)
+            bounds = [0, *accumulate(map(len, self.lengths))]
+            packs = range(len(self.lengths))[index]
+            records = [row for pack in packs for row in self.records[slice(*bounds[pack:][:2])]]
+            lengths = self.lengths[index]
+            return RowImages(records, self._processor, self._decoder, lengths)
         return self.records[index]
 
     def before_answers(self, prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -135,8 +151,15 @@ class RowImages(Sequence[ImageRecord | None]):
         first = next((part for part in parts if part is not None), None)
         if first is None:
             return None
-        records = [None if part is None else part.records[0] for part in parts]
-        return cls(records, first._processor, first._max_pixels)
+        records = [row for part in parts for row in ((None,) if part is None else part.records)]
+        packs = [part.lengths for part in parts if part is not None and part.lengths is not None]
+        lengths = [of_pack for of_part in packs for of_pack in of_part] or None
+        return cls(records, first._processor, first._decoder, lengths)
+
+    def in_a_pack(self, lengths: Sequence[int]) -> RowImages:
+        """Return the images of the same rows as those of one pack, whose rows have so many
+        tokens."""
+        return RowImages(self.records, self._processor, self._decoder, [lengths])
 
     @property
     def num_images(self) -> int:
@@ -156,6 +179,14 @@ class RowImages(Sequence[ImageRecord | None]):
             about.update(b"" if record is None else record.digest)
         return about.digest()
 
+    def decoded(self) -> list[list[Decoded]]:
+        """Decode the images, videos and sounds of each row. `DataError`: one cannot be read any
+        more, or is another one."""
+        return [
+            [] if record is None else [source.load(self._decoder) for source in record.sources]
+            for record in self.records
+        ]
+
     def inputs(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Decode the images, and return what the model is given besides tokens and mask.
 
@@ -170,11 +201,7 @@ class RowImages(Sequence[ImageRecord | None]):
             DataError: an image cannot be read any more, or is another one.
         """
         texts = [None if record is None else record.text for record in self.records]
-        images = [
-            [] if record is None else [source.load(self._max_pixels) for source in record.sources]
-            for record in self.records
-        ]
-        outputs = self._processor.inputs(texts, images)
+        outputs = self._processor.inputs(texts, self.decoded())
         ids = outputs["input_ids"]
         inputs = {
             name: value

@@ -27,6 +27,7 @@ from lema.model.sequence.blockmask import block_masks, causal_like, pairs_of
 from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
 from lema.model.sequence.divided_states import DividedStates
 from lema.model.sequence.division import RowDivision
+from lema.model.sequence.host_keys import HostKeys
 from lema.model.sequence.masks import (
     asks_for_packs,
     numbers_of_rows,
@@ -54,7 +55,7 @@ PACK = (0, 1, 0, 1)  # positions of two rows
 
 
 Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes room, in host memory, for a tensor."""
+"""Makes a tensor of zeros in host memory."""
 
 
 class Front(Protocol):
@@ -202,7 +203,7 @@ class ChunkedRows:
             else:
                 if hidden is None:
                     shape = (len(self._tokens), self.length, *front.hidden.shape[2:])
-                    hidden = allocate(shape, front.hidden.dtype).zero_()
+                    hidden = allocate(shape, front.hidden.dtype)
                 hidden[:, self.spans[chunk].slice] = front.hidden
             self._calls[chunk] = front.calls
             most = MOST_IN_HOST if allocate is not None else most_of_calls(hidden_bytes)
@@ -224,11 +225,21 @@ class ChunkedRows:
         """Return the rows for which a chunk is computed: the first one, if all have its tokens."""
         return slice(1) if self.spans[chunk].stop <= self._fork else slice(None)
 
-    def states(self, number: int) -> ChunkStates:
-        """Return what takes the states of a layer through which the chunks are to go."""
+    def states(self, number: int, host_keys: HostKeys | None = None) -> ChunkStates:
+        """Return what takes the states of a layer through which the chunks are to go.
+
+        Args:
+            number: the layer.
+            host_keys: has keys and values wait in host memory, unless somebody takes them; None:
+                they are on the device.
+        """
         division = self._division
         if division is None:
-            states = ChunkStates(self.spans[-1].stop, self._fork, len(self._tokens))
+            shape = self.spans[-1].stop, self._fork, len(self._tokens)
+            if host_keys is None or self._finished is not None:
+                states = ChunkStates(*shape)
+            else:
+                states = host_keys.states(*shape)
         else:
             names = division.states.get(number, ())
             row = division.of(self.length)

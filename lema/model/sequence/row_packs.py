@@ -89,9 +89,8 @@ class RowPacks:
             rows = self._rows[:, queries.slice, None] if len(of_rows) > 1 else 0
             tokens = self._tokens[:, queries.slice, None], self._tokens[:, None, keys.slice]
             numbers = self._numbers[:, queries.slice, None], self._numbers[:, None, keys.slice]
-            unseen = False
-            if of_rows.is_floating_point():
-                unseen = torch.finfo(of_rows.dtype).min
+            added = of_rows.is_floating_point()
+            unseen = torch.finfo(of_rows.dtype).min if added else 0
             pairs = of_rows[rows, 0, tokens[0], tokens[1]]
             return pairs.masked_fill(numbers[0] != numbers[1], unseen)[:, None]
 

@@ -133,10 +133,12 @@ def micro_batch_of(config: LemaConfig, rows: int, length: int) -> MicroBatch:
     """Return a micro-batch of a run: what goes beside its rows is the objective's."""
     objective = objective_of(config)
     size = config.chunk_tokens
+    away = config.keys_values == "host"
     if objective is None:
-        return MicroBatch(rows, length, packed=bool(config.packing), chunk=size)
+        packed = bool(config.packing)
+        return MicroBatch(rows, length, packed=packed, chunk=size, host_keys=away)
     more = objective.reference + 2 * objective.mismatched
-    return MicroBatch(rows, length, more, settled=True, chunk=size)
+    return MicroBatch(rows, length, more, settled=True, chunk=size, host_keys=away)
 
 
 def rows_each(config: LemaConfig) -> int:
@@ -287,6 +289,7 @@ def _with_activations(
     return replace(
         demand,
         in_host=in_host,
+        paged_bytes=workload.paged_bytes,
         working_bytes=workload.in_pieces(times) if demand.pieces else workload.working_bytes(times),
         # Hidden states of all micro-batches before a layer and after it; of one, the second is in
         # working_bytes.

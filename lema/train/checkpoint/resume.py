@@ -203,6 +203,8 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
         }
         if config.sequence_chunk == "auto" and then.get("sequence_chunk", "auto") != "auto":
             updates["sequence_chunk"] = then["sequence_chunk"]
+        if config.keys_values == "auto" and then.get("keys_values", "auto") != "auto":
+            updates["keys_values"] = then["keys_values"]
         if (
             checkpoint is not None
             and config.compute_dtype == "auto"

@@ -20,16 +20,16 @@ from peft import LoraConfig
 from torch import Tensor
 
 from lema.config import LemaConfig
-from lema.config.units import human_bytes, memory_bytes
 from lema.engine.layers.layer_pass import LayerPass
 from lema.engine.layers.rows import Rows
 from lema.engine.layers.saving import NOTHING
-from lema.errors import ConfigError, DataError, MemoryLimitError
+from lema.errors import ConfigError, DataError
 from lema.model.inputs import model_inputs
 from lema.stream import StreamCounters
 from lema.train.hf.peftmodel import StreamedPeftModel
 from lema.train.learner.adapter import AdamSettings, Adapter, AdapterSpec, Targets
 from lema.train.learner.heads import Heads, Scored
+from lema.train.learner.room import AdapterRoom
 from lema.train.learner.rows import AdapterRows, MicroBatch, micro_batches_of
 from lema.train.learner.served import Served
 from lema.train.model import LemaModel
@@ -51,7 +51,7 @@ class Learner:
         micro_batch_tokens: tokens of a micro-batch with their padding, at most; but a row is never
             divided.
         longest: tokens of a row, at most.
-        reserved: bytes of device memory that adapters may take; None: as many as there are.
+        room: the memory that adapters may take; None: as much as there is.
         served: what the server that adapters are for takes of them; None: nobody asks.
 
     Attributes:
@@ -65,7 +65,7 @@ class Learner:
         *,
         micro_batch_tokens: int,
         longest: int,
-        reserved: int | None = None,
+        room: AdapterRoom | None = None,
         served: Served | None = None,
     ) -> None:
         self.model = StreamedPeftModel.around(opened)
@@ -73,7 +73,7 @@ class Learner:
         self._targets = targets
         self._micro_batch_tokens = micro_batch_tokens
         self._longest = longest
-        self._reserved = reserved
+        self._room = room
         self._served = served
         self._adapters: dict[str, Adapter] = {}
 
@@ -124,15 +124,14 @@ class Learner:
         try:
             targets, served = _begun(opened)
             longest = _planned_length(opened, longest)
-            count, rank = reserve
-            reserved = _reserve(opened, count * targets.nbytes(rank))
-            opened.allocation  # noqa: B018 - now, because limits that are too small should be known at once
+            room = AdapterRoom(targets, *reserve)
+            room.reserve(opened)
             return cls(
                 opened,
                 targets,
                 micro_batch_tokens=micro_batch_tokens,
                 longest=longest,
-                reserved=reserved,
+                room=room,
                 served=served,
             )
         except BaseException:
@@ -148,6 +147,17 @@ class Learner:
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters by name."""
         return self._adapters
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the adapters that are on the device, with gradients and moments."""
+        # a copy, because other threads ask, too
+        return sum(adapter.nbytes for adapter in [*self._adapters.values()])
+
+    @property
+    def room(self) -> AdapterRoom | None:
+        """The memory that adapters may take; None: as much as there is."""
+        return self._room
 
     @property
     def counters(self) -> StreamCounters:
@@ -179,14 +189,8 @@ class Learner:
         lora = self._targets.lora(spec)
         if self._served is not None:
             self._served.check(lora)
-        if self._reserved is not None and self._targets.nbytes(spec.rank) > self._reserved:
-            raise self._too_large(spec, self._reserved)
-
-    def _too_large(self, spec: AdapterSpec, left: int) -> MemoryLimitError:
-        needed = human_bytes(self._targets.nbytes(spec.rank))
-        what = f"an adapter of rank {spec.rank} takes {needed}, and {human_bytes(left)} are left"
-        how = "remove an adapter, take a lower rank, or plan for more adapters"
-        return MemoryLimitError(what, where="adapters", how=how)
+        if self._room is not None:
+            self._room.check(spec)
 
     def add(self, name: str, spec: AdapterSpec) -> Adapter:
         """Attach a new adapter, with the values that PEFT draws for its seed.
@@ -198,10 +202,8 @@ class Learner:
         if name in self._adapters or name == EMPTY or not name.isidentifier():
             raise ConfigError(f"no adapter can be named {name!r:.80}", where="Learner.add")
         self._targets.chosen(spec)
-        if self._reserved is not None:
-            taken = sum(adapter.nbytes for adapter in self._adapters.values())
-            if taken + self._targets.nbytes(spec.rank) > self._reserved:
-                raise self._too_large(spec, self._reserved - taken)
+        if self._room is not None:
+            self._room.check(spec, self.adapter_bytes)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(spec.seed % LARGEST_SEED)
             self.model.add_adapter(name, self._targets.lora(spec))
@@ -361,22 +363,3 @@ def _begun(opened: LemaModel) -> tuple[Targets, Served | None]:
         parameter.requires_grad_(False)
     opened.split.adapters_changed()
     return targets, served
-
-
-def _reserve(opened: LemaModel, nbytes: int) -> int | None:
-    """Take so many bytes off the device memory that is planned with, and return them; None: memory
-    has no limit.
-    """
-    memory = opened.backend.memory()
-    asked = opened.config.device_memory
-    if asked in (None, "auto") and memory.shared:
-        return None
-    limit = (
-        memory.total - memory.used if asked in (None, "auto") else memory_bytes(asked, memory.total)
-    )
-    left = limit - nbytes
-    if left <= 0:
-        what = f"the adapters alone take {human_bytes(nbytes)} of {human_bytes(limit)}"
-        raise MemoryLimitError(what, where="device_memory", how="plan for fewer or lower ranks")
-    opened.choose_settings({"device_memory": left})
-    return nbytes

@@ -24,6 +24,7 @@ from lema.engine.layers.saving import Activations
 from lema.engine.optim import training_bytes
 from lema.model.outer_weights import ExpertParts, expert_parts
 from lema.model.sequence.division import RowDivision
+from lema.model.sequence.host_keys import HostKeys
 from lema.plan import Allocation
 from lema.plan.advice import advise
 from lema.plan.allocate import whether_recomputed
@@ -218,7 +219,16 @@ class MemoryUse:
             reference=self._reference,
             sequence_chunk=chunk,
             division=self._division(chunk),
+            host_keys=HostKeys(backend) if self._keys_in_host else None,
         )
+
+    @property
+    def _keys_in_host(self) -> bool:
+        """Whether keys and values wait in host memory between chunks."""
+        keys_values = self._config.keys_values
+        if keys_values == "auto":
+            return self.planner.shape.micro_batch.host_keys
+        return keys_values == "host"
 
     def _division(self, chunk: int | None) -> RowDivision | None:
         """Return how processes divide rows; None: each has rows of its own, as one that is alone

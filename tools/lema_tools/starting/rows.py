@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lema.data.columns import IMAGE_COLUMNS, detect
+from lema.data.chat.pictures import PARTS
+from lema.data.columns import detect, media_column
 from lema.data.files import Row
 from lema.data.forms import Forms
 from lema.data.sets.sources import find_files, read_rows
@@ -108,8 +109,8 @@ def look_at(data: str | Path, *, sees_images: bool = False) -> DataRows:
 
 
 def _has_images(row: Row) -> bool:
-    """Whether a row has a column of images, or messages with a part that is one."""
-    if any(row.values.get(name) for name in IMAGE_COLUMNS):
+    """Whether a row has a column of images, videos or sounds, or messages with such a part."""
+    if media_column(row) is not None:
         return True
     messages = (
         message
@@ -119,7 +120,7 @@ def _has_images(row: Row) -> bool:
     )
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     return any(
-        isinstance(part, Mapping) and str(part.get("type")).startswith("image")
+        isinstance(part, Mapping) and part.get("type") in PARTS
         for content in contents
         if isinstance(content, list)
         for part in content
