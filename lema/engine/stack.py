@@ -39,7 +39,6 @@ from lema.engine.layers.call_chunks import (
     CallChunks,
     autocast_dtype,
     check_hooks,
-    named_arguments,
     shape_of,
 )
 from lema.engine.layers.layer_pass import LayerPass
@@ -50,7 +49,7 @@ from lema.engine.layers.saving import Saving
 from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_leaves
 from lema.errors import ConfigError
-from lema.model.capture import draws
+from lema.model.capture import draws, named_arguments
 from lema.model.flow import LayerCall, Prelude
 from lema.model.layers.routing import RowChoices
 from lema.model.sequence.chunks import ChunkedCall
@@ -292,11 +291,10 @@ class LayerStack:
 
         self._owner.forward = forward
 
-    @cached_property
+    @property
     def _owner(self) -> nn.Module:
         """The module that holds the layers."""
-        split = self.streamed.split
-        return split.model.get_submodule(split.layers_name.rpartition(".")[0])
+        return self.streamed.split.owner
 
     @cached_property
     def _prefill(self) -> Prefill | None:

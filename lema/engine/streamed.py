@@ -33,6 +33,7 @@ from lema.engine.head.routers import router_loss_of
 from lema.engine.head.rows import RowLoss
 from lema.engine.layers.chunk_visit import cuts_of
 from lema.engine.layers.chunked import check_cuts, check_plain
+from lema.engine.layers.image_rows import front_of_images
 from lema.engine.layers.layer_pass import LayerPass, layers_of
 from lema.engine.layers.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
 from lema.engine.layers.rows import Rows
@@ -630,8 +631,15 @@ class StreamedModel:
         inputs = model_inputs(batch)
         images: Any = batch.get(IMAGES)
         if images is not None:
-            return self.split.prelude(
-                inputs, weights, differentiate=differentiate, more=self._image_inputs(images, batch)
+            return front_of_images(
+                self.split,
+                inputs,
+                partial(self._image_inputs, images),
+                weights,
+                lengths=images.lengths,
+                size=self.sequence_chunk,
+                differentiate=differentiate,
+                allocate=None if pool is None else pool.take,
             )
         size: int | RowDivision | None = self.division if divided else None
         size = size or self.sequence_chunk
@@ -643,9 +651,9 @@ class StreamedModel:
             inputs, weights, size, differentiate=differentiate, allocate=take
         )
 
-    def _image_inputs(self, images: RowImages, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the model is given of images, on the device."""
-        inputs = images.inputs(batch["input_ids"])
+    def _image_inputs(self, images: RowImages, ids: Tensor) -> dict[str, Tensor]:
+        """Return what the model is given of images besides the tokens, on the device."""
+        inputs = images.inputs(ids)
         return {name: value.to(self.backend.device) for name, value in inputs.items()}
 
     def step_saving(

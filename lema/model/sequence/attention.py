@@ -307,15 +307,12 @@ def _merged(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return attention, and the logarithms of the sums of scores, in tiles."""
     queries = [query * scale for query in tiles.queries]
-    outputs = list[Tensor]()
-    width = None
+    width = memory.block(0, 0)[1].shape[-1]
+    outputs = [query.new_zeros(*query.shape[:-1], width) for query in queries]
     lowest = torch.finfo(queries[0].dtype).min
     highest = [query.new_full((*query.shape[:-1], 1), lowest) for query in queries]
     sums = [torch.zeros_like(most) for most in highest]
     for block in tiles.blocks(memory, mask):
-        if width is None:
-            width = block.values.shape[-1]
-            outputs = [query.new_zeros(*query.shape[:-1], width) for query in queries]
         for tile, row, head in tiles.heads():
             scores = block.scores(
                 queries[tile][row, head], row, head, tiles.parts[tile], tiles.groups

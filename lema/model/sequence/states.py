@@ -31,6 +31,10 @@ class Span(NamedTuple):
         """The same as a slice."""
         return slice(self.start, self.stop)
 
+    def within(self, span: Span) -> Span:
+        """Return where the tokens are that `span` has at these places."""
+        return Span(span.start + self.start, span.start + self.stop)
+
 
 class _Buffer:
     """What a layer makes of each token for later ones, `[rows, heads, sequence, width]`, and the

@@ -19,6 +19,7 @@ from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.sequence.chunks import MOST_IN_HOST, ChunkedRows, most_of_calls
 from lema.model.sequence.host_keys import HostKeys, HostStates
+from lema.model.sequence.token_inputs import TokenInputs
 from lema.plan.work.carrier import CarrierWithoutValues
 from lema.plan.work.meter import Tally, without_values
 from lema.plan.work.workload import LayerWork, MicroBatch, Workload, fake_weights, learn
@@ -55,7 +56,7 @@ def in_chunks(
         learn(split, layers)
         # Packs are not looked for, because that is a question about values. Masks are as large.
         inputs = {"input_ids": torch.ones(batch.rows, batch.length, dtype=torch.long)}
-        rows = split.rows_in_chunks(inputs, batch.chunk)
+        rows = split.rows_in_chunks(TokenInputs(inputs), batch.chunk)
         with Tally(split.parallel) as tally:
             tally.leave_out([*inputs.values(), *split.model.parameters(), *split.model.buffers()])
             prelude = rows.front(len(rows.spans) - 1)
