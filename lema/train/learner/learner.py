@@ -29,8 +29,8 @@ from lema.model.layers.routing import check_choices, has_routers
 from lema.stream import StreamCounters
 from lema.train.hf.peftmodel import StreamedPeftModel
 from lema.train.learner.adapter import AdamSettings, Adapter, AdapterSpec, Targets
-from lema.train.learner.heads import Heads, Scored
 from lema.train.learner.budget import AdapterBudget
+from lema.train.learner.heads import Heads, Scored
 from lema.train.learner.rows import ROUTED, AdapterRows, Datum, MicroBatch, micro_batches_of
 from lema.train.learner.served import Served
 from lema.train.model import LemaModel
