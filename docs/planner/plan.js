@@ -3133,6 +3133,7 @@ const training_rows = stubs.training_rows;
 const main_dtype = stubs.main_dtype;
 const uncounted = stubs.uncounted;
 const Allocation = lema_plan_cost.Allocation;
+const Demand = lema_plan_cost.Demand;
 const crossover = lema_plan_cost.crossover;
 const phases = lema_plan_cost.phases;
 const saved_elsewhere = lema_plan_cost.saved_elsewhere;
@@ -3158,6 +3159,7 @@ const LayerBytes = stubs.LayerBytes;
 const GB = py.pow(10, 9);
 const BOTTLENECKS = new Map([["compute", "computing"], ["link", "the link"], ["disk", "the disk"]]);
 const MOST_TOKENS = py.shl(1, 24);
+const MOST_ADAPTERS = 1024;
 const CURVE = 33;
 class PlannedMemory {
 constructor(device, host, disk, device_limit, host_limit) { this.device = device; this.host = host; this.disk = disk; this.device_limit = device_limit; this.host_limit = host_limit; }
@@ -3166,10 +3168,10 @@ PlannedMemory.isClass = true;
 PlannedMemory.sig = ["device", "host", "disk", "device_limit", "host_limit"];
 PlannedMemory.fields = PlannedMemory.sig;
 class Headroom {
-constructor(crossover, largest_micro_batch, largest_step, gigabyte_on_device, gigabyte_in_host) { this.crossover = crossover; this.largest_micro_batch = largest_micro_batch; this.largest_step = largest_step; this.gigabyte_on_device = gigabyte_on_device; this.gigabyte_in_host = gigabyte_in_host; }
+constructor(crossover, largest_micro_batch, largest_step, gigabyte_on_device, gigabyte_in_host, adapter_bytes, adapters) { this.crossover = crossover; this.largest_micro_batch = largest_micro_batch; this.largest_step = largest_step; this.gigabyte_on_device = gigabyte_on_device; this.gigabyte_in_host = gigabyte_in_host; this.adapter_bytes = adapter_bytes; this.adapters = adapters; }
 }
 Headroom.isClass = true;
-Headroom.sig = ["crossover", "largest_micro_batch", "largest_step", "gigabyte_on_device", "gigabyte_in_host"];
+Headroom.sig = ["crossover", "largest_micro_batch", "largest_step", "gigabyte_on_device", "gigabyte_in_host", "adapter_bytes", "adapters"];
 Headroom.fields = Headroom.sig;
 class Epoch {
 constructor(rows, tokens, steps, hours, cost, run_steps, packed_hours) { this.rows = rows; this.tokens = tokens; this.steps = steps; this.hours = hours; this.cost = cost; this.run_steps = run_steps; this.packed_hours = packed_hours; }
@@ -3310,7 +3312,7 @@ on_disk = new Map([["model", model], ["boundaries", spilled], ["saved", saved], 
 return new PlannedMemory(needs.device, py.or_(needs.host, new Map([["process", planner.machine_state.process_bytes]])), on_disk, ...py.iter(py.bound(planner, 'limits')));
 }, ["needs"]);
 const _headroom = py.named(function(needs, memory, seconds) {
-let bought, config, demand, in_host, micro, on_device, planner, saved_by, step_fits;
+let adapter, bought, config, demand, in_host, micro, on_device, planner, saved_by, step_fits, without;
 planner = needs.planner;
 demand = py.bound(needs, 'demand');
 bought = math.ceil(py.div(py.max((function*(t1) { for (const t2 of t1) { const layer = t2; yield layer.nbytes; } })(py.iter(planner.blueprint.layers))), GB));
@@ -3324,10 +3326,19 @@ return planner.fits(planner.demand(new StepShape(micro, py.mul(count, micro.rows
 }, ["count"]);
 config = planner.config;
 micro = planner.shape.micro_batch;
+adapter = ((planner.blueprint.trained == null) ? planner.blueprint.adapter_bytes : 0);
+without = py.replace(demand, {adapter_bytes: py.sub(demand.adapter_bytes, adapter)});
 on_device = ((config.device_memory == null) ? py.sum(py.values(memory.device)) : memory.device_limit);
 in_host = ((config.host_memory == null) ? py.sum(py.values(needs.host)) : memory.host_limit);
-return py.call(Headroom, [], {crossover: py.call(_crossover, [needs]), largest_micro_batch: py.call(_largest_micro_batch, [planner]), largest_step: py.mul(py.call(_largest, [step_fits, py.floordiv(MOST_TOKENS, micro.tokens)]), micro.tokens), gigabyte_on_device: py.call(saved_by, ["device_memory", on_device], {}), gigabyte_in_host: py.call(saved_by, ["host_memory", in_host], {})});
+return py.call(Headroom, [], {crossover: py.call(_crossover, [needs]), largest_micro_batch: py.call(_largest_micro_batch, [planner]), largest_step: py.mul(py.call(_largest, [step_fits, py.floordiv(MOST_TOKENS, micro.tokens)]), micro.tokens), gigabyte_on_device: py.call(saved_by, ["device_memory", on_device], {}), gigabyte_in_host: py.call(saved_by, ["host_memory", in_host], {}), adapter_bytes: adapter, adapters: py.call(most_adapters, [planner, without, adapter])});
 }, ["needs", "memory", "seconds"]);
+const most_adapters = py.named(function(planner, demand, nbytes) {
+let adapters_fit;
+adapters_fit = py.named(function(count) {
+return planner.fits(py.replace(demand, {adapter_bytes: py.add(demand.adapter_bytes, py.mul(count, nbytes))}));
+}, ["count"]);
+return (py.t(nbytes) ? py.call(_largest, [adapters_fit, MOST_ADAPTERS]) : 0);
+}, ["planner", "demand", "nbytes"]);
 const _largest_micro_batch = py.named(function(planner) {
 let at_once, fits, micro_batch, one_row, two;
 micro_batch = planner.shape.micro_batch;
@@ -3365,5 +3376,5 @@ left = py.range(py.add(py.floordiv(high, 2), 1), py.min(high, py.add(most, 1)));
 return py.add(py.floordiv(high, 2), py.call(bisect_left, [left, true], {key: ((number) => ((!py.t(py.call(fits, [number], {})))))}));
 }, ["fits", "most"]);
 const _notes = stubs._notes;
-return {BOTTLENECKS, CURVE, Epoch, GB, Headroom, MOST_TOKENS, Plan, PlannedMemory, _crossover, _epoch, _headroom, _largest, _largest_micro_batch, _limited, _memory, _notes, _of_rows, plan_with};
+return {BOTTLENECKS, CURVE, Epoch, GB, Headroom, MOST_ADAPTERS, MOST_TOKENS, Plan, PlannedMemory, _crossover, _epoch, _headroom, _largest, _largest_micro_batch, _limited, _memory, _notes, _of_rows, most_adapters, plan_with};
 })();

@@ -19,7 +19,7 @@ from torch import Tensor
 from lema.activations.diskstore import DiskStore
 from lema.activations.hoststore import HostPiece, HostPool
 from lema.activations.protocols import WaitingPiece
-from lema.backend import Carrier, DeviceSlots, Download, Upload
+from lema.backend import Carrier, DeviceSlots, Download, Downloaded, Upload
 from lema.backend.registry import has_addresses
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.spillfile import OffloadFile, whole_blocks
@@ -35,7 +35,7 @@ __all__ = [
     "view_like",
 ]
 
-Key = tuple[int, int]  # layer, micro-batch
+Key = tuple[int, int, int]  # layer, micro-batch, chunk of its sequence
 TierName = Literal["device", "host", "disk"]
 NUM_BUFFERS = 3  # boundaries between where they wait and the layer: one in use, two on their way
 ALIGNMENT = 64  # of a boundary in memory: torch's own
@@ -115,8 +115,7 @@ class _OnDevice:
     def memory_bytes(self) -> int:
         return self._pool.memory_bytes
 
-    def begin(self, likes: Sequence[Tensor], *, in_host: bool = False) -> None:
-        assert not in_host, "boundaries on the device are read in host memory"
+    def begin(self, likes: Sequence[Tensor]) -> None:
         self._states.clear()
         if self._copies:
             self._pool.begin([like.nbytes for like in likes])
@@ -126,7 +125,11 @@ class _OnDevice:
             state = view_like(self._pool.take(like.nbytes, to_come), like).copy_(state)
         self._states[key] = state
 
-    def end_forward(self) -> None:
+    def keep_chunk(self, key: Key, chunk: Tensor, like: Tensor, to_come: int) -> Download:
+        self.keep(key, chunk, like, to_come)
+        return Downloaded()
+
+    def end_forward(self, order: Sequence[Key]) -> None:
         """Everything is where it is needed."""
 
     def fetched(self, key: Key, *, again: bool = False) -> Generator[Tensor, None, None]:
@@ -167,11 +170,12 @@ class _DiskPool:
         self._store.close()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Fetch:
     key: Key
     like: Tensor
     piece: WaitingPiece
+    stays: bool = False  # it is read once more in the same backward
     slot: DeviceSlots | None = None
     upload: Upload | None = None
 
@@ -189,55 +193,58 @@ class _Away:
     def __init__(self, backend: Carrier, pool: _Pool | _DiskPool) -> None:
         self._backend = backend
         self._pool = pool
-        self._waiting: list[_Fetch] = []  # until the backward begins
+        self._waiting: dict[Key, _Fetch] = {}  # until the backward begins
         # the last few, which keep their boundaries on the device
         self._leaving: deque[Download] = deque()
         self._to_fetch: deque[_Fetch] = deque()
         self._fetches: deque[_Fetch] = deque()  # under way
+        self._in_use: list[_Fetch] = []
         self._slots: deque[DeviceSlots] = deque()  # that are free
-        self._slot_bytes = self._num_in_use = 0
-        self._in_host = False  # whether they are read there, and need not come back
+        self._slot_bytes = 0
 
     @property
     def memory_bytes(self) -> int:
         return self._pool.memory_bytes
 
-    def begin(self, likes: Sequence[Tensor], *, in_host: bool = False) -> None:
-        """Forget the step before; make room for boundaries like these, tensors without bytes.
-        `in_host`: `fetched` yields them in host memory, where they come from as well."""
+    def begin(self, likes: Sequence[Tensor]) -> None:
+        """Forget the step before; make room for boundaries like these, tensors without bytes."""
         self._forget()
-        self._in_host = in_host
         self._pool.begin([like.nbytes for like in likes])
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
         """Keep a copy of `state`. It must not be written to any more: it may be copied later, and
         is held until then. Where this boundary and those `to_come` are unlike those that `begin`
         was told of, room is made for them."""
-        piece = self._pool.allocate(like.nbytes, to_come)
-        self._waiting.append(_Fetch(key, like, piece))
-        if self._in_host:
-            view_like(piece.fill(), like).copy_(state)
-            piece.filled(_nothing)
-            return
         # not at once, because compute need not wait for a copy then
         if len(self._leaving) == NUM_BUFFERS:
             self._leaving.popleft().release()
-        self._leaving.append(self._backend.download(state, view_like(piece.fill(), like)))
-        piece.filled(self._leaving[-1].landed)
+        self._leaving.append(self.keep_chunk(key, state, like, to_come))
 
-    def end_forward(self) -> None:
-        """Begin to fetch in the order of use: the top layer's first, each layer's in the order
-        of micro-batches.
+    def keep_chunk(self, key: Key, chunk: Tensor, like: Tensor, to_come: int) -> Download:
+        """Begin to keep a copy of a chunk of a boundary; return the copy, which the caller releases
+        before the chunk's memory is used again. Other arguments are those of `keep`."""
+        piece = self._pool.allocate(like.nbytes, to_come)
+        self._waiting[key] = _Fetch(key, like, piece)
+        download = self._backend.download(chunk, view_like(piece.fill(), like))
+        piece.filled(download.landed)
+        return download
+
+    def end_forward(self, order: Sequence[Key]) -> None:
+        """Begin to fetch in the order of use. A chunk that is in it twice waits again after its
+        first use.
         """
         self._let_go()
-        order = sorted(self._waiting, key=lambda fetch: (-fetch.key[0], fetch.key[1]))
-        self._waiting = []
-        on_device = () if self._in_host else order
-        largest = max((fetch.like.nbytes for fetch in on_device), default=0)
+        waiting = self._waiting
+        self._waiting = {}
+        last_use = {key: number for number, key in enumerate(order)}
+        assert waiting.keys() == last_use.keys(), "boundaries are read that were not kept"
+        largest = max((fetch.like.nbytes for fetch in waiting.values()), default=0)
         if largest > self._slot_bytes:
             self._slots = deque(self._backend.device_slots(largest, 1) for _ in range(NUM_BUFFERS))
             self._slot_bytes = largest
-        self._to_fetch.extend(order)
+        for number, key in enumerate(order):
+            stays = number < last_use[key]
+            self._to_fetch.append(_Fetch(key, waiting[key].like, waiting[key].piece, stays))
         self._pump()
 
     def fetched(self, key: Key, *, again: bool = False) -> Generator[Tensor, None, None]:
@@ -248,19 +255,16 @@ class _Away:
         assert fetch.key == key, (
             "boundaries were requested in another order than that of the backward"
         )
-        self._num_in_use += 1
+        self._in_use.append(fetch)
         try:
-            if self._in_host:
-                memory = fetch.piece.memory()
-            else:
-                if fetch.upload is None:
-                    self._upload(fetch)
-                assert fetch.upload is not None
-                memory = fetch.upload.wait()
+            if fetch.upload is None:
+                self._upload(fetch)
+            assert fetch.upload is not None
+            memory = fetch.upload.wait()
             self._pump()
             yield view_like(memory, fetch.like)
         finally:
-            self._num_in_use -= 1
+            self._in_use.remove(fetch)
             self._give_back(fetch, again=again)
         self._pump()
 
@@ -276,7 +280,7 @@ class _Away:
             self._give_back(fetches.popleft())
         self._let_go()
         while self._waiting:
-            self._waiting.pop().piece.drop()
+            self._waiting.popitem()[1].piece.drop()
 
     def _let_go(self) -> None:
         while self._leaving:
@@ -286,17 +290,22 @@ class _Away:
         """Have as many pieces read as there are slots, and begin every upload whose bytes are
         there.
         """
-        while self._to_fetch and len(self._fetches) + self._num_in_use < NUM_BUFFERS:
+        while self._to_fetch and len(self._fetches) + len(self._in_use) < NUM_BUFFERS:
             self._fetches.append(self._to_fetch.popleft())
-        waiting = [fetch for fetch in self._fetches if fetch.upload is None]
-        for fetch in waiting:
-            fetch.piece.expect()
-        for fetch in () if self._in_host else waiting:
-            if not fetch.piece.ready():
-                # because compute wants them in this order, and so must the queue of uploads have
-                # them
+        lent = {id(fetch.piece) for fetch in self._in_use}
+        uploading = True
+        for fetch in self._fetches:
+            if id(fetch.piece) in lent:
+                # because a piece is lent once at a time, and what follows comes after it
                 break
-            self._upload(fetch)
+            lent.add(id(fetch.piece))
+            if fetch.upload is not None:
+                continue
+            fetch.piece.expect()
+            # because compute wants them in this order, and so must the queue of uploads have them
+            uploading = uploading and fetch.piece.ready()
+            if uploading:
+                self._upload(fetch)
 
     def _upload(self, fetch: _Fetch) -> None:
         memory = fetch.piece.memory()
@@ -309,19 +318,15 @@ class _Away:
             # Not before: on a device that computes in host memory the slot is the piece's own
             # buffer.
             fetch.piece.used(fetch.upload.drained)
-        elif self._in_host:
-            fetch.piece.used(_nothing)
+        if fetch.stays:
+            return
         if again:
-            self._waiting.append(_Fetch(fetch.key, fetch.like, fetch.piece))
+            self._waiting[fetch.key] = _Fetch(fetch.key, fetch.like, fetch.piece)
         else:
             fetch.piece.drop()
 
 
 Tier = _OnDevice | _Away
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
 
 
 def view_like(memory: Tensor, like: Tensor) -> Tensor:

@@ -10,14 +10,15 @@ one is differentiated the copies for the next one begin.
 
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from lema.activations.boundaries import Key, Tier, TierName, make_tier
+from lema.activations.chunks.cuts import Cuts
 from lema.activations.diskstore import DiskStore
 from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.offload import Offload, Order, Packed
@@ -31,6 +32,7 @@ from lema.storage.spillfile import OffloadFile
 __all__ = [
     "STAGING",
     "BoundaryArena",
+    "BoundaryChunks",
     "SavedGraphs",
     "StepBoundaries",
     "StepGraphs",
@@ -122,7 +124,7 @@ class StepGraphs:
     def __init__(self, offload: Offload, excluded_storages: set[int]) -> None:
         self._offload = offload
         self._excluded_storages = excluded_storages
-        self._orders: dict[Key, Order[Piece]] = {}
+        self._orders: dict[tuple[int, int], Order[Piece]] = {}
 
     def keep(
         self, layer: int, index: int, excluded: Iterable[Tensor]
@@ -192,20 +194,21 @@ class BoundaryArena:
         return 0 if self.tier == "device" else self._away.bytes_out
 
     def step(
-        self, hidden: Sequence[Tensor], layers: Collection[int], *, in_host: bool = False
+        self,
+        hidden: Sequence[Tensor],
+        layers: Collection[int],
+        cuts: Mapping[tuple[int, int], Cuts] | None = None,
     ) -> "StepBoundaries":
         """Return where the boundaries of one step go, of the `layers` that keep their inputs.
         `hidden` are the hidden states before the first of these, `[batch, sequence, hidden]` per
         micro-batch; where those of later layers look otherwise, more room is made on the way. The
         memory of the step before is used again, unless that step still waits for its backward.
-        `in_host`: the layers read and write their boundaries in host memory. `DiskError`: the disk
-        has no room."""
+        `cuts`: of each layer and micro-batch, the chunks that the layer is given one after the
+        other; None: it is given all at once. `DiskError`: the disk has no room."""
         before = None if self._step is None else self._step()
         if self._storage_tier is None or (before is not None and not before.done):
             self._storage_tier = make_tier(self.tier, self._backend, self._directory, self._trace)
-        step = StepBoundaries(
-            self._storage_tier, hidden, layers, self._trace, self._away, in_host=in_host
-        )
+        step = StepBoundaries(self._storage_tier, hidden, layers, self._trace, self._away, cuts)
         self._step = weakref.ref(step)
         return step
 
@@ -226,14 +229,31 @@ class StepBoundaries:
         layers: Collection[int],
         trace: NoTrace,
         counters: Counters,
-        *,
-        in_host: bool = False,
+        cuts: Mapping[tuple[int, int], Cuts] | None = None,
     ) -> None:
         self._tier = tier
         self._trace = trace
         self._counters = counters
-        self._total = self._to_come = self._to_fetch = len(layers) * len(hidden)
-        tier.begin([_like(state) for state in hidden] * len(layers), in_host=in_host)
+        # the order in which the backward asks for them: the top layer's first, each layer's in the
+        # order of micro-batches, and of each micro-batch as its cuts say
+        self._order: list[Key] = []
+        likes = dict[Key, Tensor]()
+        for layer in sorted(layers, reverse=True):
+            for index, state in enumerate(hidden):
+                if cuts is None:
+                    self._order.append((layer, index, 0))
+                    likes[layer, index, 0] = _like(state)
+                    continue
+                in_chunks = cuts[layer, index]
+                self._order += [(layer, index, number) for number in in_chunks.order]
+                likes |= {
+                    (layer, index, number): cut.like(state)
+                    for number, cut in enumerate(in_chunks.chunks)
+                }
+        self._to_come = len(likes)
+        self._to_fetch = len(self._order)
+        self._saved_chunks = set[Key]()
+        tier.begin([*likes.values()])
 
     @property
     def done(self) -> bool:
@@ -244,32 +264,86 @@ class StepBoundaries:
         """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to
         compute with. It has the copy's strides, so that the recomputation rounds as the forward
         did. `DiskError`: a boundary was not written."""
+        layer_input, like = self._counted(state)
+        with self._trace.span("boundaries", f"keep layer {layer}"):
+            self._tier.keep((layer, index, 0), layer_input, like, self._to_come)
+        if self._to_come == 0:
+            self._tier.end_forward(self._order)
+        return layer_input
+
+    @contextmanager
+    def keeping(self, layer: int, index: int, number: int, chunk: Tensor) -> Iterator[Tensor]:
+        """Keep a copy of one chunk of an input while a `with` block computes with what this yields,
+        whose memory may be used again afterwards. A chunk of a micro-batch whose forward is
+        attempted again is kept already. Other arguments, and errors, are those of `keep`."""
+        key = (layer, index, number)
+        if key in self._saved_chunks:
+            yield chunk.detach().contiguous()
+            return
+        layer_input, like = self._counted(chunk)
+        with self._trace.span("boundaries", f"keep layer {layer}"):
+            download = self._tier.keep_chunk(key, layer_input, like, self._to_come)
+        self._saved_chunks.add(key)
+        try:
+            yield layer_input
+        finally:
+            download.release()
+
+    def end_chunks(self) -> None:
+        """Begin to fetch, if the last chunk of all has been kept, and computed with."""
+        if self._to_come == 0:
+            self._tier.end_forward(self._order)
+
+    def _counted(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Count what is to be kept; return it with the strides of its copy, and what that looks
+        like."""
         like = _like(state)
         layer_input = state.detach() if like.stride() == state.stride() else state.detach().clone()
         self._to_come -= 1
         assert self._to_come >= 0, "more boundaries came than the step has"
-        with self._trace.span("boundaries", f"keep layer {layer}"):
-            self._tier.keep((layer, index), layer_input, like, self._to_come)
         self._counters.count_copy_out(like.nbytes)
-        if self._to_come == 0:
-            self._tier.end_forward()
-        return layer_input
+        return layer_input, like
 
     @contextmanager
-    def fetch(self, layer: int, index: int, *, again: bool = False) -> Iterator[Tensor]:
+    def fetch(
+        self, layer: int, index: int, number: int = 0, *, again: bool = False
+    ) -> Iterator[Tensor]:
         """Yield what was kept, on the device, for the length of a `with` block. The top layer's
-        come first, each layer's in the order of micro-batches, once in each backward; `again`:
-        another backward comes, in which all are there once more. `ReadError`, `DiskError`: one
-        could not be read, or written."""
-        with closing(self._tier.fetched((layer, index), again=again)) as fetched:
+        come first, each layer's in the order of micro-batches, and the chunks of each as its cuts
+        say, once in each backward; `again`: another backward comes, in which all are there once
+        more. `ReadError`, `DiskError`: one could not be read, or written."""
+        with closing(self._tier.fetched((layer, index, number), again=again)) as fetched:
             with self._trace.span("boundaries", f"fetch layer {layer}"):
                 boundary = next(fetched)
             yield boundary
             self._to_fetch -= 1
             next(fetched, None)
         if again and self._to_fetch == 0:
-            self._to_fetch = self._total
-            self._tier.end_forward()
+            self._to_fetch = len(self._order)
+            self._tier.end_forward(self._order)
+
+
+class BoundaryChunks:
+    """The chunks of one boundary, which come back one after the other.
+
+    Args:
+        boundaries: of the step.
+        layer: whose input it is.
+        index: of which micro-batch.
+        again: whether another backward comes, as in `StepBoundaries.fetch`.
+    """
+
+    def __init__(
+        self, boundaries: StepBoundaries, layer: int, index: int, *, again: bool = False
+    ) -> None:
+        self._boundaries = boundaries
+        self._layer = layer
+        self._index = index
+        self._again = again
+
+    def chunk(self, number: int) -> AbstractContextManager[Tensor]:
+        """Return a context that yields a chunk; see `lema.activations.chunks.cuts.ChunkInputs`."""
+        return self._boundaries.fetch(self._layer, self._index, number, again=self._again)
 
 
 def _like(state: Tensor) -> Tensor:

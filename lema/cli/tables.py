@@ -16,7 +16,7 @@ from lema.config.printing import print_table
 from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration, human_rate
 from lema.errors import ConfigError, DiskError, installing
 from lema.plan import Plan
-from lema.plan.plan import BOTTLENECKS, plan_with, step_curve
+from lema.plan.plan import BOTTLENECKS, MOST_ADAPTERS, plan_with, step_curve
 from lema.plan.planner import Planner
 
 if TYPE_CHECKING:
@@ -144,6 +144,11 @@ def _limits(plan: Plan) -> Iterator[Row]:
         f"{plan.room.gigabyte_on_device:.3g} s",
     )
     yield "limits", "1 GB more host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
+    if plan.room.adapters:
+        size = human_bytes(plan.room.adapter_bytes)
+        what = f"adapters like this one ({size}) that fit at once (lema serve-learner)"
+        most = "or more" if plan.room.adapters == MOST_ADAPTERS else ""
+        yield "limits", what, f"{plan.room.adapters:,} {most}".strip()
 
 
 def _step(plan: Plan) -> Iterator[Row]:

@@ -30,6 +30,7 @@ MEMORY_PARTS = {
     "expanded": "weights of one layer, expanded",
     "gathered": "layers assembled from parts",
     "boundaries": "inputs of layers, kept",
+    "keys": "keys, values and their gradients",
     "saved": "activations not recomputed",
     "workspaces": "libraries, and rounding of memory",
     "ring": "buffers that layers are read into",

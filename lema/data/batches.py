@@ -150,6 +150,7 @@ def collate(
     if not untrained and not bool((labels[:, 1:] != IGNORED).any()):
         how = "every label after the first is -100, so its loss has no tokens"
         raise DataError("a batch has no token to train on", where="collate", how=how)
+    batch = Batch(input_ids=input_ids, labels=labels)
     if "position_ids" in rows[0]:
         # No mask, because it would hide which row a token is of. At padding they are 0: each token
         # is a row.
@@ -157,9 +158,8 @@ def collate(
             pad(torch.as_tensor(row["position_ids"]), (0, shape[1] - len(row["labels"])))
             for row in rows
         ]
-        return Batch(input_ids=input_ids, labels=labels, position_ids=torch.stack(positions))
-    batch = Batch(input_ids=input_ids, labels=labels)
-    if min(lengths) != shape[1]:
+        batch["position_ids"] = torch.stack(positions)
+    elif min(lengths) != shape[1]:
         mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
         batch["attention_mask"] = mask.long()
     of_rows: list[Any] = [row.get(IMAGES) for row in rows]

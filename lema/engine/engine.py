@@ -19,6 +19,7 @@ from lema.engine.head.routers import RouterLoss
 from lema.engine.oom import OomRetry
 from lema.engine.trained_weights import TrainedWeights
 from lema.model import Split
+from lema.model.sequence.host_keys import HostKeys
 from lema.stream import LayerStream, Lease
 
 __all__ = ["Direction", "Engine", "Observe"]
@@ -40,6 +41,8 @@ class Engine:
         runs_again: whether what comes before experts in groups is run twice in a backward, so that
             no graph waits.
         retry: attempts again what ran out of device memory; None: with general advice.
+        host_keys: has keys and values of the layer at work wait in host memory between chunks of a
+            sequence; None: they are on the device.
 
     Attributes:
         anchor: requires grad, so that a pass is differentiated even when the lowest hidden state
@@ -62,6 +65,7 @@ class Engine:
         trained: TrainedWeights | None = None,
         runs_again: bool = False,
         retry: OomRetry | None = None,
+        host_keys: HostKeys | None = None,
     ) -> None:
         self.split = split
         self.stream = stream
@@ -73,10 +77,11 @@ class Engine:
         self.trained = trained or TrainedWeights({}, lambda *_: None)
         self.routers: RouterLoss | None = None
         self.runs_again = runs_again
+        self.host_keys = host_keys
         self.stop = NEVER
         # a backend may have one
         self._end_visit: Callable[[], None] = getattr(backend, "end_visit", lambda: None)
-        self.observe: Observe = lambda *_: None
+        self.observe: Observe = _unseen
         self._state: Tensor | None = None
 
     def train_weights(self, trained: TrainedWeights) -> None:
@@ -109,6 +114,11 @@ class Engine:
         finally:
             self.observe = before
 
+    @property
+    def observes(self) -> bool:
+        """Whether somebody sees the gradients of hidden states."""
+        return self.observe is not _unseen
+
     def generator_state(self) -> Tensor:
         """Return the generator's state, in the tensor returned last time if nothing was drawn
         since. One tensor is enough, because without dropout every layer and micro-batch has the
@@ -139,3 +149,7 @@ class Engine:
     def adapters_of(self, layer: int) -> list[nn.Parameter]:
         """Return the trainable parameters of one layer."""
         return [p for p in self.split.layers[layer].parameters() if p.requires_grad]
+
+
+def _unseen(layer: int, gradients: Sequence[Tensor | None]) -> None:
+    """Nobody sees gradients."""

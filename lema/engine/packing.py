@@ -11,8 +11,9 @@ the run has. That costs one pass over the weights, half of what a step reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,25 +24,28 @@ from torch import Tensor
 from lema.config import LemaConfig
 from lema.data.columns import IGNORED
 from lema.data.dataset import Rows, lengths_of, shuffled
+from lema.data.images.rows import IMAGES, RowImages
 from lema.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from lema.engine.streamed import StreamedModel
 
-__all__ = ["Packs", "check_packing", "packs_of"]
+__all__ = ["Packs", "check_packing", "packs_of", "tried_rows"]
 
 NUM_TOKENS = (5, 3, 6, 4)  # of the rows that are tried
 FIRST = 2  # tokens of each row that are compared: those that see least of their own row
 NOISE = 3  # times what rounding does to the first row of a pack, which has nothing before it
+MOST_LOOKED_AT = 16  # rows with images, of which short ones are tried
 AT_ONCE = 1000  # rows that TRL joins at once: those of a batch of `datasets`' map
 FLOOR = {True: 0.01, False: 1e-4}  # relative to the logits; whether numbers have 16 bits
 
 
 @torch.no_grad()
-def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: int) -> None:
-    """Make sure that `rows` of the data, token ids of one at least, come out of a pack as they come
-    out alone, with the adapters that the model has; all processes call this alike. A micro-batch
-    may have `at_once` packs. `ConfigError`: they do not, so the model does not train on packs."""
+def check_packing(model: StreamedModel, rows: Sequence[Mapping[str, Any]], at_once: int) -> None:
+    """Make sure that `rows` of the data, one at least, come out of a pack as they come out alone,
+    with the adapters that the model has; all processes call this alike. The beginnings of rows of
+    text are tried, and rows with images as they are. A micro-batch may have `at_once` packs.
+    `ConfigError`: they do not, so the model does not train on packs."""
     how = "set packing: false: LEMA sorts rows by length, so there is little padding"
     if not model.shifts_labels:
         what = (
@@ -49,14 +53,14 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
             "has none"
         )
         raise ConfigError(what, where="packing", how=how)
-    tried = [torch.tensor(list(rows[n % len(rows)])[:size]) for n, size in enumerate(NUM_TOKENS)]
+    tried = [_Tried.of(rows[n % len(rows)], size) for n, size in enumerate(NUM_TOKENS)]
     packs = [tried, tried[::-1]][: max(1, min(2, at_once))]
     module = model.split.model
     was_training = module.training
     module.eval()
     try:
         logits: list[Tensor] = []
-        model.evaluate([_pack(packs), *(_alone(row) for pack in packs for row in pack)], logits)
+        model.evaluate([_pack(packs), *(row.alone for pack in packs for row in pack)], logits)
     except TypeError as error:
         if "position_ids" not in str(error):
             raise
@@ -71,10 +75,12 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
     noise = list[float]()
     differences = list[float]()
     for pack, pack_logits in zip(packs, packed, strict=True):
-        row_bounds = list(accumulate(map(len, pack)))
+        row_bounds = list(accumulate(len(row.ids) for row in pack))
         for number, (row, end) in enumerate(zip(pack, row_bounds, strict=True)):
-            differs = _relative_distances(pack_logits[end - len(row) : end], next(alone))
-            (differences if number else noise).extend(differs[:FIRST])
+            differs = _relative_distances(pack_logits[end - len(row.ids) : end], next(alone))
+            # after an image each token shows whether its positions are those of the row
+            count = FIRST if row.images is None else len(row.ids)
+            (differences if number else noise).extend(differs[:count])
     typical = sorted(differences)[len(differences) // 2]
     if not typical <= max(FLOOR[torch.finfo(model.split.cast).bits < 32], NOISE * max(noise)):
         what = (
@@ -92,14 +98,58 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
         raise ConfigError(what, where="packing", how=how)
 
 
-def _pack(packs: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-    ids = torch.stack([torch.cat(list(pack)) for pack in packs])
-    positions = torch.stack([torch.cat([torch.arange(len(row)) for row in pack]) for pack in packs])
-    return {"input_ids": ids, "labels": ids, "position_ids": positions}
+def tried_rows(rows: Rows) -> list[Mapping[str, Any]]:
+    """Return the rows of a data set with which `check_packing` tries a model: the first, and short
+    ones that have images, if any have."""
+    first = [rows[number] for number in range(min(len(rows), len(NUM_TOKENS)))]
+    if not getattr(rows, "has_images", False):
+        return first
+    each = (rows[number] for number in range(len(rows)))
+    with_images = [*islice((row for row in each if row[IMAGES].num_images), MOST_LOOKED_AT)]
+    short = sorted(with_images, key=lambda row: len(row["input_ids"]))
+    without = [row for row in first if not row[IMAGES].num_images]
+    return [*short[: len(NUM_TOKENS) - 1], *without][: len(NUM_TOKENS)]
 
 
-def _alone(row: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": row[None], "labels": row[None]}
+@dataclass(frozen=True)
+class _Tried:
+    """A row that is tried in a pack and alone.
+
+    Args:
+        ids: its tokens, or the first of them.
+        images: its images; None: no row of the data has any.
+    """
+
+    ids: Tensor
+    images: RowImages | None
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], size: int) -> _Tried:
+        """Return the first tokens of a row, or all if it has images."""
+        images: RowImages | None = row.get(IMAGES)
+        uncut = images is not None and images.num_images > 0
+        return cls(torch.tensor(list(row["input_ids"])[: None if uncut else size]), images)
+
+    @property
+    def alone(self) -> dict[str, Any]:
+        """The row as a micro-batch."""
+        batch = {"input_ids": self.ids[None], "labels": self.ids[None]}
+        return batch if self.images is None else {**batch, IMAGES: self.images}
+
+
+def _pack(packs: Sequence[Sequence[_Tried]]) -> dict[str, Any]:
+    ids = torch.stack([torch.cat([row.ids for row in pack]) for pack in packs])
+    positions = torch.stack(
+        [torch.cat([torch.arange(len(row.ids)) for row in pack]) for pack in packs]
+    )
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    in_packs = [
+        None if of_rows is None else of_rows.in_a_pack([len(row.ids) for row in pack])
+        for pack in packs
+        for of_rows in [RowImages.joined([row.images for row in pack])]
+    ]
+    images = RowImages.joined(in_packs)
+    return batch if images is None else {**batch, IMAGES: images}
 
 
 def _relative_distances(logits: Tensor, reference: Tensor) -> list[float]:
@@ -203,13 +253,19 @@ class Packs(Sequence[dict[str, list[int]]]):
         return len(self._sizes)
 
     def __getitem__(self, index: Any) -> Any:
-        pack: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
+        pack: dict[str, Any] = {"input_ids": [], "labels": [], "position_ids": []}
+        images = list[RowImages | None]()
+        lengths = list[int]()
         for piece in range(self._bounds[index], self._bounds[index + 1]):
             row = self._rows[int(self._row_indices[piece])]
             part = slice(self._starts[piece], self._stops[piece])
             pack["input_ids"] += row["input_ids"][part]
             pack["labels"] += [IGNORED, *row["labels"][part][1:]]
             pack["position_ids"] += range(self._stops[piece] - self._starts[piece])
+            images.append(row.get(IMAGES))
+            lengths.append(int(self._stops[piece] - self._starts[piece]))
+        if (of_rows := RowImages.joined(images)) is not None:
+            pack[IMAGES] = of_rows.in_a_pack(lengths)
         return pack
 
     def num_tokens(self, index: int) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
@@ -39,7 +39,6 @@ from lema.engine.layers.call_chunks import (
     CallChunks,
     autocast_dtype,
     check_hooks,
-    named_arguments,
     shape_of,
 )
 from lema.engine.layers.layer_pass import LayerPass
@@ -50,7 +49,7 @@ from lema.engine.layers.saving import Saving
 from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_leaves
 from lema.errors import ConfigError
-from lema.model.capture import draws
+from lema.model.capture import draws, named_arguments
 from lema.model.flow import LayerCall, Prelude
 from lema.model.layers.routing import RowChoices
 from lema.model.sequence.chunks import ChunkedCall
@@ -292,11 +291,10 @@ class LayerStack:
 
         self._owner.forward = forward
 
-    @cached_property
+    @property
     def _owner(self) -> nn.Module:
         """The module that holds the layers."""
-        split = self.streamed.split
-        return split.model.get_submodule(split.layers_name.rpartition(".")[0])
+        return self.streamed.split.owner
 
     @cached_property
     def _prefill(self) -> Prefill | None:
@@ -694,24 +692,19 @@ class LayerStack:
         outside = streamed.trained_outside()
         layers = streamed.split.layers
         adapters = [parameter for parameter in layers.parameters() if parameter.requires_grad]
-        if self._gradient_sums is None:
-            asked = AskedGradients(anchor, [*adapters, *outside])
-            start = EmbedHead(streamed.backend, None, hidden, per_layer, outside, asked.of(outside))
-            states = start.start(anchor, one_graph=one_graph)
-            return _Start(states, start.reach_below, asked.of, asked)
         sums = self._gradient_sums
-        start = EmbedHead(streamed.backend, None, hidden, per_layer, outside)
-        if start.reach_below:
-            what = (
-                "weights before the layers train, but several processes share only the "
-                "layers' gradients"
-            )
-            raise ConfigError(
-                what, where="the embeddings", how="remove them from the adapter's modules"
-            )
-        return _Start(
-            start.start(anchor), False, lambda parameters: OuterGradients([*parameters], sums)
-        )
+        asked = None if sums is not None else AskedGradients(anchor, [*adapters, *outside])
+
+        def outer(parameters: Iterable[nn.Parameter]) -> OuterGradients:
+            """Return the gradients of some of the parameters, as the caller's graph gets them."""
+            if sums is not None:
+                return OuterGradients([*parameters], sums)
+            assert asked is not None
+            return asked.of(parameters)
+
+        start = EmbedHead(streamed.backend, None, hidden, per_layer, outside, outer(outside))
+        states = start.start(anchor, one_graph=one_graph)
+        return _Start(states, start.reach_below, outer, asked)
 
     def _through_layers(
         self,

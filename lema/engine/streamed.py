@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lema.activations.chunks.cuts import Cuts
 from lema.activations.hoststates import HostPool, HostStates
 from lema.backend import Backend
 from lema.backend.interrupt import Interrupt, Leaving, Stop
@@ -30,7 +31,9 @@ from lema.engine.head.objectives import LossSettings, Measured, Objective
 from lema.engine.head.pieces import PiecedHead, piece_passes
 from lema.engine.head.routers import router_loss_of
 from lema.engine.head.rows import RowLoss
-from lema.engine.layers.chunked import check_cuts
+from lema.engine.layers.chunk_visit import cuts_of
+from lema.engine.layers.chunked import check_cuts, check_plain
+from lema.engine.layers.image_rows import front_of_images
 from lema.engine.layers.layer_pass import LayerPass, layers_of
 from lema.engine.layers.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
 from lema.engine.layers.rows import Rows
@@ -44,7 +47,9 @@ from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.flow import LayerCall, Prelude
 from lema.model.inputs import IMAGES, model_inputs
+from lema.model.layers.tiles import TILES
 from lema.model.sequence.division import RowDivision
+from lema.model.sequence.host_keys import HostKeys
 from lema.stream import LayerStream, Lease, StreamCounters
 
 __all__ = ["StreamedModel"]
@@ -65,6 +70,8 @@ class StreamedModel:
             adapter.
         sequence_chunk: tokens of a sequence that go through a layer at once; None: all.
         division: how processes divide rows; None: each has rows of its own.
+        host_keys: as in `Engine`.
+        tile_tokens: tokens of which modules that work token by token run at once; None: all.
 
     Attributes:
         engine: the objects that the layers of a pass work with.
@@ -94,6 +101,8 @@ class StreamedModel:
         reference: StartingAdapter | None = None,
         sequence_chunk: int | None = None,
         division: RowDivision | None = None,
+        host_keys: HostKeys | None = None,
+        tile_tokens: int | None = None,
     ) -> None:
         self.head = head
         self.activations = activations or Activations(split, backend, stream.trace)
@@ -115,12 +124,17 @@ class StreamedModel:
             together=division is not None,
             **advice,
         )
-        self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=retry)
+        self.engine = Engine(
+            split, stream, backend, runs_again=runs_again, retry=retry, host_keys=host_keys
+        )
         self.sequence_chunk = sequence_chunk
         in_chunks = sequence_chunk is not None or division is not None
         self.layers = layers_of(self.engine, in_chunks=in_chunks)
         if in_chunks:
             check_cuts(self.engine)
+        split.tiles.resize(tile_tokens)
+        if tile_tokens is not None:
+            check_plain(self.engine, "MLPs do not run in tiles", TILES)
         self._away = HostStates(backend)
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None
@@ -335,7 +349,9 @@ class StreamedModel:
             self.starts_below = embed_head.reach_below
             # a head in pieces comes after all layers, any other is computed with the top layer
             end = self.split.num_layers - (self.head is None)
-            saving = self.step_saving(hidden, self.lowest_trained, end, in_host=pool is not None)
+            lowest = self.lowest_trained
+            cuts = None if pool is None else _cuts_of(calls[lowest:end], lowest, hidden)
+            saving = self.step_saving(hidden, lowest, end, cuts=cuts)
             reference_rows = reference_rows_of(
                 self, chunks, micro_batches, device_batches, calls, first
             )
@@ -615,22 +631,29 @@ class StreamedModel:
         inputs = model_inputs(batch)
         images: Any = batch.get(IMAGES)
         if images is not None:
-            return self.split.prelude(
-                inputs, weights, differentiate=differentiate, more=self._image_inputs(images, batch)
+            return front_of_images(
+                self.split,
+                inputs,
+                partial(self._image_inputs, images),
+                weights,
+                lengths=images.lengths,
+                size=self.sequence_chunk,
+                differentiate=differentiate,
+                allocate=None if pool is None else pool.take,
             )
         size: int | RowDivision | None = self.division if divided else None
         size = size or self.sequence_chunk
         uncut = isinstance(size, int) and batch["input_ids"].shape[1] <= size
         if size is None or uncut:
             return self.split.prelude(inputs, weights, differentiate=differentiate)
-        take = None if pool is None else pool.take
+        take = None if pool is None else pool.take_zeros
         return self.split.prelude_in_chunks(
             inputs, weights, size, differentiate=differentiate, allocate=take
         )
 
-    def _image_inputs(self, images: RowImages, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the model is given of images, on the device."""
-        inputs = images.inputs(batch["input_ids"])
+    def _image_inputs(self, images: RowImages, ids: Tensor) -> dict[str, Tensor]:
+        """Return what the model is given of images besides the tokens, on the device."""
+        inputs = images.inputs(ids)
         return {name: value.to(self.backend.device) for name, value in inputs.items()}
 
     def step_saving(
@@ -640,7 +663,7 @@ class StreamedModel:
         end: int,
         budget: int = 0,
         *,
-        in_host: bool = False,
+        cuts: Mapping[tuple[int, int], Cuts] | None = None,
     ) -> Saving:
         """Return what a step keeps of its layers; the arguments are those of `Activations.step`."""
         size = self.sequence_chunk
@@ -648,5 +671,22 @@ class StreamedModel:
         in_chunks = long or self.division is not None
         with self.retry.at("for the inputs of layers that wait for the backward"):
             return self.activations.step(
-                hidden, lowest, end, budget, in_chunks=in_chunks, in_host=in_host
+                hidden, lowest, end, budget, in_chunks=in_chunks, cuts=cuts
             )
+
+
+def _cuts_of(
+    calls: Sequence[Sequence[LayerCall]], first: int, hidden: Sequence[Tensor]
+) -> Mapping[tuple[int, int], Cuts]:
+    """Return the chunks of the inputs of layers, by layer and micro-batch.
+
+    Args:
+        calls: of each layer, the call of each micro-batch.
+        first: the number of the first layer.
+        hidden: of each micro-batch, its hidden state before the layers.
+    """
+    return {
+        (layer, index): cuts_of(call, hidden[index].shape[1])
+        for layer, of_layer in enumerate(calls, start=first)
+        for index, call in enumerate(of_layer)
+    }

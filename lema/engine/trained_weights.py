@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -115,13 +115,15 @@ def adapter_leaves(
     def done(layer: int, gradients: Leaves) -> None:
         parameters = dict(layers[layer].named_parameters())
         for name, gradient in gradients.items():
-            gradient_sums[parameters[name]] = (
-                gradient_sums[parameters[name]] + gradient
-                if parameters[name] in gradient_sums
-                else gradient
-            )
+            add_up(gradient_sums, parameters[name], gradient)
 
     return TrainedWeights({}, done, adapters=layers)
+
+
+def add_up(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add a parameter's gradient to the sum of those before it; the first is kept as it is."""
+    before = sums.get(parameter)
+    sums[parameter] = gradient if before is None else before + gradient
 
 
 class AskedGradients:
@@ -199,9 +201,30 @@ class OuterGradients:
     gradients: dict[nn.Parameter, Tensor]
     asked: AskedGradients | None = None
 
+    def among(self, ids: Collection[int]) -> OuterGradients:
+        """Return those of the parameters with these `id`s."""
+        return replace(self, parameters=[value for value in self.parameters if id(value) in ids])
+
     def collected(self) -> AbstractContextManager[None]:
         """Return the context in which the gradients are formed."""
         return nullcontext() if self.asked is None else self.asked.collected()
+
+    def differentiate(
+        self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, again: bool
+    ) -> None:
+        """Form the gradients of a graph inside from those of its `roots`. `again`: it is kept for
+        another backward.
+        """
+        if self.asked is not None:
+            torch.autograd.backward(roots, gradients, retain_graph=again)
+            return
+        # Not by `backward`, at whose end a wrapper would send the parameters' gradients off.
+        formed = torch.autograd.grad(
+            roots, self.parameters, gradients, retain_graph=again, allow_unused=True
+        )
+        for parameter, gradient in zip(self.parameters, formed, strict=True):
+            if gradient is not None:
+                add_up(self.gradients, parameter, gradient)
 
     def handed_over(self) -> list[Tensor | None]:
         """Return the gradients of the parameters; None: there is none, or it is in `.grad`."""

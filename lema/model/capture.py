@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, reduce
+from inspect import Signature
 from logging import CRITICAL, getLogger
 from math import prod
 from typing import Any, TypeGuard, TypeVar
@@ -72,6 +73,17 @@ class _TensorLayout:
         return shaped.permute([self.order.index(dim) for dim in range(len(self.shape))])
 
 
+def named_arguments(
+    signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by name, those that are named by no parameter as well."""
+    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    return arguments
+
+
 def lists_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], bool]:
     """Return what tells whether the lists among a layer's arguments still hold what they do now,
     because what the layer leaves there would be lost to later ones. Mappings are copies of one run,
@@ -108,6 +120,11 @@ class Between:
         self._structure: Any = None
         # strides of the gradients of extracted tensors
         self._strides: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it is one value, which is the hidden state then."""
+        return len(self.live) == 1 and not self.shared
 
     def packed(self, values: Mapping[int, Any], written: Mapping[int, Mapping[Any, Any]]) -> Tensor:
         """Return what is wanted as one tensor. What carries no gradient, such as indices, waits

@@ -163,6 +163,14 @@ class LayerCall:
         """Whether the layer is handed the hidden state alone, and hands on that alone."""
         return self.received is None and self.left is None
 
+    def alone(self) -> LayerCall | None:
+        """Return the same call for a layer that runs without those below and above it, of which
+        nothing is kept; None: they hand each other more than the hidden state."""
+        handed_on = (self.received, self.left)
+        if any(between is not None and not between.is_hidden for between in handed_on):
+            return None
+        return replace(self, received=None)
+
     def with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
         """Return the same call with other arguments."""
         return replace(self, args=args, kwargs=kwargs)

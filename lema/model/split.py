@@ -8,6 +8,7 @@ call a part of the model alone. The first chapters of docs/internals/engine.md t
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from lema.backend import Backend, Parallel
@@ -34,10 +35,12 @@ from lema.model.layers.adapters import computing_with
 from lema.model.layers.attached import AttachedLayers
 from lema.model.layers.compiled import CompiledLayers
 from lema.model.layers.routing import replayed
+from lema.model.layers.tiles import TokenTiles
 from lema.model.row_tables import RowTables
 from lema.model.sequence.cache import LayerKind, SequenceCache, kinds_of
 from lema.model.sequence.chunks import Allocate, ChunkedRows
 from lema.model.sequence.division import RowDivision
+from lema.model.sequence.token_inputs import TokenInputs
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
@@ -50,7 +53,7 @@ Run = Callable[[], Any]
 knows.
 """
 
-ModelCall = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Any]
+ModelCall = Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
 """Calls a model, or the part of it that holds the layers, on tokens and with options."""
 
 LEARNING_TOKENS = 8
@@ -140,6 +143,16 @@ class Split:
         return self.attached.name
 
     @property
+    def tiles(self) -> TokenTiles:
+        """What of the layers runs in tiles of tokens."""
+        return self.attached.tiles
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that holds the layers."""
+        return self.model.get_submodule(self.layers_name.rpartition(".")[0])
+
+    @property
     def keeps_tensors(self) -> bool:
         """Whether layers return other tensors than the hidden state: those of layer 0 are kept."""
         return any(isinstance(output, Tensor) for output in self.extra_outputs or ())
@@ -173,11 +186,35 @@ class Split:
         if more is None:
             self._begin(batch, first_layer_weights)
         else:
-            # tokens that stand for no image
-            ids = batch["input_ids"][:1, :LEARNING_TOKENS]
-            self._begin({"input_ids": torch.ones_like(ids)}, first_layer_weights)
+            self._begin_with_text(batch, first_layer_weights)
             batch = {**batch, **more}
         return self._front(run or partial(self._logits, batch), differentiate=differentiate)
+
+    def owner_call(
+        self,
+        batch: Mapping[str, Any],
+        first_layer_weights: Mapping[str, Tensor],
+        *,
+        differentiate: bool = False,
+    ) -> dict[str, Any]:
+        """Run the model up to the module that holds the layers; return the arguments with which it
+        calls that, by name. The parameters are those of `prelude`; the batch has images."""
+        self._begin_with_text(batch, first_layer_weights)
+        signature = inspect.signature(self.owner.forward)
+        arguments: dict[str, Any] = {}
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            arguments.update(capture.named_arguments(signature, args, kwargs))
+            raise _LayerReached
+
+        with (
+            torch.set_grad_enabled(differentiate),
+            self._unread(),
+            replaced({self.owner: record}),
+            suppress(_LayerReached),
+        ):
+            self._logits(batch)
+        return arguments
 
     def prelude_in_chunks(
         self,
@@ -194,12 +231,13 @@ class Split:
         room for the hidden state; None: it is on the device. `ConfigError`: the model, or the
         batch, cannot be cut."""
         self._begin(batch, first_layer_weights)
-        rows = self.rows_in_chunks(batch, size, shares=not capture.draws(self.model))
+        inputs = TokenInputs(batch)
+        rows = self.rows_in_chunks(inputs, size, shares=not capture.draws(self.model))
         return rows.prelude(differentiate=differentiate, allocate=allocate)
 
     def rows_in_chunks(
         self,
-        batch: Mapping[str, Tensor],
+        inputs: TokenInputs,
         size: int | RowDivision,
         call: ModelCall | None = None,
         *,
@@ -209,7 +247,7 @@ class Split:
         """Return the chunks of a micro-batch. `ConfigError`: it cannot be cut.
 
         Args:
-            batch: the micro-batch.
+            inputs: of the micro-batch.
             size: tokens of a chunk, or how processes divide its rows.
             call: calls the part of the model that holds the layers; None: the whole model.
             leaves_out_padding: as in `ChunkedRows`.
@@ -220,7 +258,7 @@ class Split:
             self.model,
             self.layers,
             front,
-            batch,
+            inputs,
             size,
             leaves_out_padding=leaves_out_padding,
             shares=shares,
@@ -233,7 +271,7 @@ class Split:
     def _chunk_front(
         self,
         call: ModelCall,
-        batch: Mapping[str, Tensor],
+        batch: Mapping[str, Any],
         cache: SequenceCache | None,
         *,
         differentiate: bool = False,
@@ -262,6 +300,13 @@ class Split:
             with self.state.outer.learning(), aside(self.model.modules()):
                 self._learn(self._few(batch), first_layer_weights)
 
+    def _begin_with_text(
+        self, batch: Mapping[str, Any], first_layer_weights: Mapping[str, Tensor]
+    ) -> None:
+        """Learn what the model is like from tokens that stand for no image."""
+        ids = batch["input_ids"][:1, :LEARNING_TOKENS]
+        self._begin({"input_ids": torch.ones_like(ids)}, first_layer_weights)
+
     def _front(self, run: Run, *, differentiate: bool = False) -> Prelude:
         """Run the model up to its layers."""
         # Stopped where the head begins, because it needs what the layers make, and nothing has run
@@ -272,7 +317,7 @@ class Split:
             raise self._refusal(OUT_OF_ORDER)
         return Prelude(tape.hidden, tape.tied())
 
-    def _logits(self, batch: Mapping[str, Tensor], options: Mapping[str, Any] = NO_CACHE) -> Tensor:
+    def _logits(self, batch: Mapping[str, Any], options: Mapping[str, Any] = NO_CACHE) -> Tensor:
         """Run the whole model; of one that scores texts its base, because a score is none of each
         token, and its head is run by the caller of the model."""
         with self.autocast():
@@ -455,7 +500,8 @@ class Split:
             names = self.attached.names(index)
             stored = names.buffers(tensors)
             together = self.attached.inputs_shared(index, tensors, args, kwargs)
-            with restored_parameters(names.adapted), together:
+            tiled = self.tiles.used(index, next(capture.tensors_in([args, kwargs]), None))
+            with restored_parameters(names.adapted), together, tiled:
                 out = torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
         for name, buffer in stored.items():
             if tensors[name] is not buffer or buffer._version:
@@ -479,7 +525,9 @@ class Split:
         suspended = Suspended(self._backend.rng_state)
         assert experts is not None
         try:
-            with replaced({experts.module: suspended.reached}), suspended.tape:
+            # experts in groups run on few tokens at once as they are
+            untiled = self.tiles.sized(None)
+            with untiled, replaced({experts.module: suspended.reached}), suspended.tape:
                 output = run()
             if any(
                 suspended.tape.number(tensor) is not None

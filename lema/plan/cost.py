@@ -190,6 +190,8 @@ class Demand:
     overhead: Overhead = NO_OVERHEAD  # of the device
     # where inputs of layers leave the device; None: hidden states are whole on the device
     in_host: RowsInHost | None = None
+    # of host memory, for keys and values of the layer at work and their gradients
+    paged_bytes: int = 0
 
     @property
     def top(self) -> int:

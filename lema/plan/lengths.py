@@ -29,6 +29,7 @@ LAYER_PARTS = {
     "the sums of their gradients": "key_gradient_bytes",
     "states between chunks": "handed_on_bytes",
 }
+OF_KEYS = ("keys_values_bytes", "key_gradient_bytes")
 WORKING = "working"
 
 
@@ -144,7 +145,10 @@ def _by_token(grown: Mapping[str, int], work: Workload, length: int) -> dict[str
 
 
 def _holders(layer: LayerWork) -> Iterator[tuple[str, int]]:
+    """Yield what a layer holds of a row on the device, and the bytes."""
     for what, name in LAYER_PARTS.items():
+        if name in OF_KEYS and layer.paged_bytes:
+            continue
         if size := getattr(layer, name):
             yield what, size
 

@@ -55,6 +55,7 @@ def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
         "cached": demand.host_copies * cached,
         "boundaries": count
         * (rows_bytes + boundaries_in_host(tier, waiting, demand.micro_boundary_bytes)),
+        "keys": count * demand.paged_bytes,
         "saved": count * graphs_in_host(allocation.saved_on, saved),
         "masters": count * training.masters,
         "moments": count * training.moments,

@@ -59,6 +59,10 @@ class Planner:
     backend: Backend | None = None
     # whether the plan has chosen how many tokens go through a layer at once
     chooses_chunk: bool = False
+    # whether it has chosen where keys and values wait between chunks
+    chooses_keys: bool = False
+    # whether it has chosen of how many tokens MLPs run at once
+    chooses_tile: bool = False
     # what was looked at already
     workload_cache: dict[tuple[MicroBatch, int, bool], Workload] = field(default_factory=dict)
 
@@ -67,6 +71,19 @@ class Planner:
         """Bytes of device and of host memory that may be used."""
         device = self.config.device_memory if self.device_memory is None else self.device_memory
         return self.machine_state.limits(device, self.config.host_memory)
+
+    @property
+    def keys_are_open(self) -> bool:
+        """Whether the plan chooses where keys and values of the layer at work wait: rows may go
+        through it in chunks, on a device with memory of its own."""
+        config = self.config
+        return (
+            config.keys_values == "auto"
+            and config.sequence_chunk is not None
+            and config.context_parallel_size is None
+            and not self.machine_state.machine.shared
+            and (config.sequence_chunk == "auto" or self.shape.micro_batch.is_cut)
+        )
 
     @property
     def surely_fits(self) -> bool:
@@ -126,10 +143,13 @@ class Planner:
         """
         chunk = chunk_tokens or self.config.loss_chunk_tokens or CHUNK_TOKENS
         drawn = self.blueprint
+        if drawn.parts is not None:  # layers with experts in groups run without tiles
+            batch = replace(batch, tile=None)
         key = (batch, chunk, bool(drawn.pieces))
         if key not in self.workload_cache:
             if batch.is_cut:
-                short = replace(batch, length=run_length(batch.length), chunk=None)
+                length = run_length(batch.length)
+                short = replace(batch, length=length, chunk=None, host_keys=False)
                 double = replace(short, length=2 * short.length)
                 factor = batch.length / short.length
                 work = lengthened(self._run(short, chunk), self._run(double, chunk), factor)
@@ -137,7 +157,7 @@ class Planner:
                 on_device = config.cache_frozen_prefix or config.context_parallel_size is not None
                 work = in_chunks(work, drawn.split, drawn.layers, batch, rows_on_device=on_device)
             else:
-                work = self._run(replace(batch, chunk=None), chunk)
+                work = self._run(replace(batch, chunk=None, host_keys=False), chunk)
             self.workload_cache[key] = work
         return with_waiting(self.blueprint, batch, self.workload_cache[key])
 
@@ -210,14 +230,18 @@ class Planner:
         return replace(self, config=self.config.model_copy(update={"device_memory": None}))
 
     @property
-    def chosen(self) -> dict[str, int | None]:
+    def chosen(self) -> dict[str, int | str | None]:
         """The settings of how much is computed at once, with which batches are cut so wherever
         the run goes on.
         """
         rows = self.shape.micro_batch.rows
-        settings = {"loss_chunk_tokens": self.config.loss_chunk_tokens}
+        settings: dict[str, int | str | None] = {"loss_chunk_tokens": self.config.loss_chunk_tokens}
         if self.chooses_chunk:
             settings["sequence_chunk"] = self.shape.micro_batch.chunk
+        if self.chooses_keys:
+            settings["keys_values"] = self.config.keys_values
+        if self.chooses_tile:
+            settings["mlp_tile_tokens"] = self.shape.micro_batch.tile
         is_full = rows * self.config.gradient_accumulation_steps >= self.shape.num_rows
         return (
             settings

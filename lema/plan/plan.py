@@ -21,7 +21,7 @@ from lema.lora.files import with_adapter
 from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
 from lema.model.towers.stacks import uncounted
-from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
+from lema.plan.cost import Allocation, Demand, crossover, phases, saved_elsewhere
 from lema.plan.divided_rows import divided_note
 from lema.plan.groups import ExpertSummary, expert_summary
 from lema.plan.lengths import LongRows, long_rows
@@ -30,11 +30,22 @@ from lema.plan.planner import Planner, StepNeeds, planner_of, timed
 from lema.plan.simulation.simulator import Simulated
 from lema.plan.work.chunk_work import chunks_note
 from lema.plan.work.step import StepShape, step_shape
+from lema.plan.work.tiles import tiles_note
 from lema.plan.work.workload import MicroBatch, Workload, grown
 from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
 
-__all__ = ["Plan", "brief", "hiding_tokens", "make_plan", "plan_with", "step_curve", "verdict_of"]
+__all__ = [
+    "MOST_ADAPTERS",
+    "Plan",
+    "brief",
+    "hiding_tokens",
+    "make_plan",
+    "most_adapters",
+    "plan_with",
+    "step_curve",
+    "verdict_of",
+]
 
 Rows: TypeAlias = TokenDataset | PreferenceDataset  # that a run trains on
 
@@ -42,6 +53,7 @@ Rows: TypeAlias = TokenDataset | PreferenceDataset  # that a run trains on
 GB = 10**9
 BOTTLENECKS = {"compute": "computing", "link": "the link", "disk": "the disk"}
 MOST_TOKENS = 1 << 24  # per step; larger steps are not looked for
+MOST_ADAPTERS = 1024  # more are not looked for
 CURVE = 33  # points
 JSON_FIELDS = (  # of a plan
     *(
@@ -82,6 +94,9 @@ class Headroom:
     # seconds that each GB more of device memory, enough for a layer, would save in each step
     gigabyte_on_device: float
     gigabyte_in_host: float  # seconds that each GB more of host memory would save in each step
+    adapter_bytes: int  # of device memory: the run's adapter, its gradients and AdamW's moments
+    # such adapters that fit at once beside the weights, as a learner has them; 0: the run has none
+    adapters: int
 
 
 @dataclass(frozen=True)
@@ -452,6 +467,8 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
 
     config = planner.config
     micro = planner.shape.micro_batch
+    adapter = planner.blueprint.adapter_bytes if planner.blueprint.trained is None else 0
+    without = replace(demand, adapter_bytes=demand.adapter_bytes - adapter)
     on_device = sum(memory.device.values()) if config.device_memory is None else memory.device_limit
     in_host = sum(needs.host.values()) if config.host_memory is None else memory.host_limit
     return Headroom(
@@ -460,7 +477,27 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
         largest_step=_largest(step_fits, MOST_TOKENS // micro.tokens) * micro.tokens,
         gigabyte_on_device=saved_by("device_memory", on_device),
         gigabyte_in_host=saved_by("host_memory", in_host),
+        adapter_bytes=adapter,
+        adapters=most_adapters(planner, without, adapter),
     )
+
+
+def most_adapters(planner: Planner, demand: Demand, nbytes: int) -> int:
+    """Return how many adapters fit at once beside what a step needs.
+
+    Args:
+        planner: of the step.
+        demand: what the step needs.
+        nbytes: of an adapter, with its gradients and optimizer.
+
+    Returns:
+        The number; 0: the adapters take nothing, or not one fits.
+    """
+
+    def adapters_fit(count: int) -> bool:
+        return planner.fits(replace(demand, adapter_bytes=demand.adapter_bytes + count * nbytes))
+
+    return _largest(adapters_fit, MOST_ADAPTERS) if nbytes else 0
 
 
 def _largest_micro_batch(planner: Planner) -> int:
@@ -532,6 +569,11 @@ def _notes(planner: Planner) -> tuple[str, ...]:
         notes.append(note)
     if note := chunks_note(planner.shape.micro_batch, planner.workload):
         notes.append(note)
+    blueprint = planner.blueprint
+    if planner.workload is not None and blueprint.parts is None:
+        kinds = planner.workload.kinds
+        if note := tiles_note(blueprint.split, kinds, planner.shape.micro_batch):
+            notes.append(note)
     return tuple(notes)
 
 

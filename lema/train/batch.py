@@ -17,7 +17,7 @@ from lema.data.preference import PreferenceDataset
 from lema.data.read import Data, mixed
 from lema.engine import StreamedModel
 from lema.engine.head.loss import IGNORED
-from lema.engine.packing import Packs, check_packing, packs_of
+from lema.engine.packing import Packs, check_packing, packs_of, tried_rows
 from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles, read_data
 
@@ -211,13 +211,12 @@ def check_images(rows: Rows, config: LemaConfig) -> None:
     """Refuse, with `ConfigError`, settings that do not go with rows that have images."""
     if not getattr(rows, "has_images", False):
         return
-    if config.packing:
-        what = "the rows have images, whose positions a model counts anew for each row of a batch"
-        raise ConfigError(what, where="packing", how="set it to false")
-    for setting in ("sequence_chunk", "context_parallel_size"):
-        if getattr(config, setting) is not None:
-            what = "the rows have images, which a model puts among the tokens of a whole sequence"
-            raise ConfigError(what, where=setting, how="leave it out")
+    if config.packing == "wrapped":
+        what = "the rows have images, and packs of rows that are cut would cut an image"
+        raise ConfigError(what, where="packing", how="set it to true, which packs whole rows")
+    if config.context_parallel_size is not None:
+        what = "the rows have images, which a model puts among the tokens of a whole sequence"
+        raise ConfigError(what, where="context_parallel_size", how="leave it out")
     if config.cache_frozen_prefix:
         what = "the rows have images, and what layers make of them is not kept between epochs"
         raise ConfigError(what, where="cache_frozen_prefix", how="set it to false")
@@ -239,9 +238,9 @@ def packed(
         return rows
     if not len(rows):
         raise DataError("the data set is empty", how="give at least one row")
-    sample_rows = [rows[index]["input_ids"] for index in range(min(len(rows), 4))]
     if not checked:
-        check_packing(model, sample_rows, config.micro_batch_size or config.batch_size)
+        at_once = config.micro_batch_size or config.batch_size
+        check_packing(model, tried_rows(rows), at_once)
     packs = pack_rows(rows, config, model.split.model.config)
     for line in packs.notes if isinstance(packs, Packs) else ():
         report(line)

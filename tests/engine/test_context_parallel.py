@@ -26,7 +26,10 @@ DELTA_NETS = ["qwen3_next"]
 # those of a list in one start of processes
 TYPES = [
     ["llama", "qwen3", "gemma3_text"],
-    ["mistral", "gpt_oss", "deepseek_v3", "phi3"],
+    ["mistral"],
+    ["gpt_oss"],
+    ["deepseek_v3"],
+    ["phi3"],
     ["lfm2", "mamba2"],
     ["falcon_h1"],
 ]

@@ -116,7 +116,7 @@ def test_ci_runs_its_test_command_verbatim() -> None:
     rows = re.findall(r"^start .*tox run -e (\S+)", script, re.MULTILINE)
     environments = [name for row in rows for name in row.split(",")]
     expected = {"session", "seconddevice-session", "trl", "oldest", "newcomer", "serving"}
-    assert {*environments} == expected
+    assert {*environments} == {*expected, "learner"}
     tox = (ROOT / "tox.ini").read_text(encoding="utf-8")
     assert all(f"[testenv:{name}]\n" in tox for name in environments)
     assert "commands = {[with_py]python} tests/support/newcomer.py\n" in tox
@@ -124,6 +124,8 @@ def test_ci_runs_its_test_command_verbatim() -> None:
     file, _, test = served.partition("::")
     assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8")
     assert script.count("$served") == 2
+    (published,) = re.findall(r"^published=(\S+)", script, re.MULTILINE)
+    assert (ROOT / published).is_file()
 
 
 def test_a_newcomer_needs_two_commands_after_the_install() -> None:

@@ -134,10 +134,13 @@ KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
 }
 
 
-def save(shape: str, directory: Path) -> Path:
-    """Write a random model as `transformers` writes it, and its tokenizer."""
+def save(shape: str, directory: Path, **options: Any) -> Path:
+    """Write a random model as `transformers` writes it, and its tokenizer. `options` are further
+    values of its config.
+    """
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(SHAPES[shape])
+    config = SHAPES[shape]
+    model = AutoModelForCausalLM.from_config(type(config)(**{**config.to_diff_dict(), **options}))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -113,6 +113,29 @@ def test_the_largest_step_and_micro_batch_fit_and_the_next_do_not(eight: Path) -
         planned(eight, **config | {"micro_batch_size": largest + 1, "batch_size": largest + 1})
 
 
+def test_as_many_adapters_fit_as_one_that_has_their_ranks(
+    eight: Path,
+) -> None:
+    settings: dict[str, Any] = {"device": "cpu", "device_memory": "8GB", "max_length": 512}
+    settings |= {"micro_batch_size": 1, "gradient_checkpointing": True, "prefetch_depth": 1}
+    settings |= {"loss_chunk_tokens": 256, "head": "device"}
+
+    def of_rank(rank: int) -> Plan:
+        return make_plan(LemaConfig(str(eight), lora_rank=rank, **settings), profile("4090"))[0]
+
+    plan = of_rank(16)
+    most = plan.room.adapters
+    assert 2 < most < 100
+    assert plan.room.adapter_bytes == plan.memory.device["adapters"]
+    # activations of an adapter grow with its rank, too, so a large one is more than many small
+    assert of_rank(16 * (most - 1)).fits
+    with pytest.raises(MemoryLimitError):
+        of_rank(16 * (most + 1))
+    (line,) = (row for row in rows(plan) if row[1].startswith("adapters like this"))
+    assert line[0] == "limits"
+    assert line[2] == str(most)
+
+
 @pytest.mark.slow
 def test_more_memory_gives_more_room_and_no_slower_a_step(eight: Path) -> None:
     plans = [

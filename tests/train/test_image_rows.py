@@ -148,8 +148,7 @@ def test_kto_with_images_compares_each_prompt_with_another_completion(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"packing": True}, "whose positions a model counts anew for each row"),
-        ({"sequence_chunk": 8}, "among the tokens of a whole sequence"),
+        ({"packing": "wrapped", "overlong": "truncate"}, "would cut an image"),
         ({"cache_frozen_prefix": True, "shuffle": False}, "not kept between epochs"),
     ],
 )

@@ -234,7 +234,7 @@ def test_what_carries_something_over_the_end_of_a_row_is_refused(
     torch.manual_seed(0)
     with opened_type(write_type(tiny_config(kind), tmp_path)) as model:
         rows = [row["input_ids"][:6] for row in rows_of([6] * 4)]
-        rows = [[token % 90 + 1 for token in row] for row in rows]
+        rows = [{"input_ids": [token % 90 + 1 for token in row]} for row in rows]
         if words is None:
             check_packing(model.adapter, rows, 2)
             return

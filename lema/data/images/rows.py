@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, overload
 
 import torch
@@ -90,17 +91,23 @@ class RowImages(Sequence[ImageRecord | None]):
         records: those of each row.
         processor: of the model.
         decoder: decodes the images, videos and sounds.
+        lengths: of each pack of the micro-batch, the tokens of its rows; None: they are not packed.
     """
 
     def __init__(
-        self, records: Sequence[ImageRecord | None], processor: ImageProcessor, decoder: Decoder
+        self,
+        records: Sequence[ImageRecord | None],
+        processor: ImageProcessor,
+        decoder: Decoder,
+        lengths: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.records = tuple(records)
+        self.lengths = lengths
         self._processor = processor
         self._decoder = decoder
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.records if self.lengths is None else self.lengths)
 
     @overload
     def __getitem__(self, index: int) -> ImageRecord | None: ...
@@ -108,7 +115,13 @@ class RowImages(Sequence[ImageRecord | None]):
     def __getitem__(self, index: slice) -> RowImages: ...
     def __getitem__(self, index: int | slice) -> ImageRecord | RowImages | None:
         if isinstance(index, slice):
-            return RowImages(self.records[index], self._processor, self._decoder)
+            if self.lengths is None:
+                return RowImages(self.records[index], self._processor, self._decoder)
+            bounds = [0, *accumulate(map(len, self.lengths))]
+            packs = range(len(self.lengths))[index]
+            records = [row for pack in packs for row in self.records[slice(*bounds[pack:][:2])]]
+            lengths = self.lengths[index]
+            return RowImages(records, self._processor, self._decoder, lengths)
         return self.records[index]
 
     def before_answers(self, prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -138,8 +151,15 @@ class RowImages(Sequence[ImageRecord | None]):
         first = next((part for part in parts if part is not None), None)
         if first is None:
             return None
-        records = [None if part is None else part.records[0] for part in parts]
-        return cls(records, first._processor, first._decoder)
+        records = [row for part in parts for row in ((None,) if part is None else part.records)]
+        packs = [part.lengths for part in parts if part is not None and part.lengths is not None]
+        lengths = [of_pack for of_part in packs for of_pack in of_part] or None
+        return cls(records, first._processor, first._decoder, lengths)
+
+    def in_a_pack(self, lengths: Sequence[int]) -> RowImages:
+        """Return the images of the same rows as those of one pack, whose rows have so many
+        tokens."""
+        return RowImages(self.records, self._processor, self._decoder, [lengths])
 
     @property
     def num_images(self) -> int:

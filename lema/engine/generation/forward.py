@@ -16,9 +16,9 @@ from transformers import Cache
 
 from lema.engine.generation.prefill import Prefill
 from lema.engine.head.pieces import PiecedHead
-from lema.engine.layers.call_chunks import named_arguments
 from lema.engine.layers.experts import call_in_groups
 from lema.model import Split
+from lema.model.capture import named_arguments
 from lema.stream import LayerStream, Lease
 
 __all__ = ["KeyValues", "layer_caches", "leased_forwards", "streaming_forward"]
@@ -109,7 +109,7 @@ def streaming_forward(
 @contextmanager
 def _long_prompts(split: Split, prefill: Prefill) -> Iterator[None]:
     """Have long prompts go through the layers in chunks in a `with` block."""
-    owner: Any = split.model.get_submodule(split.layers_name.rpartition(".")[0])
+    owner: Any = split.owner
     forward = owner.forward
     parameters = signature(forward)
 

@@ -58,7 +58,6 @@ class EmbedHead:
         outer: OuterGradients | None = None,
     ) -> None:
         self._loss = loss
-        self._outer = outer
         self._backend = backend
         self._hidden = list(hidden)
         self._cut_arguments = [_cut_off(per_layer) for per_layer in zip(*calls, strict=True)]
@@ -68,6 +67,7 @@ class EmbedHead:
             *(tensor for arguments in self._cut_arguments for tensor, _ in arguments),
         ]
         self._before = leaves(tensors) & self._trained.keys()
+        self._outer = None if outer is None else outer.among(self._before)
         self._after: set[int] = set()
         self.sums: dict[nn.Parameter, Tensor] = {}
         self._sums_complete = loss is None or loss.at_once  # whether all of them are in the sums
@@ -175,8 +175,7 @@ class EmbedHead:
                 self._differentiate(
                     index, [tensor for tensor, _ in done], [grad for _, grad in done], again=again
                 )
-            if roots:
-                torch.autograd.backward(roots, root_gradients, retain_graph=again)
+            self._carry_on(roots, root_gradients, again=again)
         return () if outer is None else outer.handed_over()
 
     def _differentiate(
@@ -194,8 +193,18 @@ class EmbedHead:
                 roots = []
                 gradients = []
             self._backend.set_rng_state(after)
-        if roots:
+        self._carry_on(roots, gradients, again=again)
+
+    def _carry_on(
+        self, roots: Sequence[Tensor], gradients: Sequence[Tensor], *, again: bool
+    ) -> None:
+        """Differentiate what is before the layers; `again`: its graph is kept."""
+        if not roots:
+            return
+        if self._outer is None:
             torch.autograd.backward(roots, gradients, retain_graph=again)
+        else:
+            self._outer.differentiate(roots, gradients, again=again)
 
 
 def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:

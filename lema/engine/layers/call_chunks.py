@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import Signature
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers.utils import ModelOutput
 
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.flow import Prelude
-from lema.model.sequence.cache import refusal
-from lema.model.sequence.chunks import EMBEDDINGS, IDS, MASK, POSITIONS, ChunkedRows
+from lema.model.sequence.chunks import Allocate, ChunkedRows
+from lema.model.sequence.token_inputs import EMBEDDINGS, IDS, POSITIONS, TokenInputs
 from lema.model.state.hooks import hooks_of
 
 __all__ = [
@@ -29,15 +29,14 @@ __all__ = [
     "CallChunks",
     "autocast_dtype",
     "check_hooks",
-    "named_arguments",
     "shape_of",
+    "token_inputs",
 ]
 
 # Borders of rows in a pack, which its positions say as well. They are for kernels that compute
 # attention within rows, and for layers that keep a state.
 BORDERS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 NUMBERS = "cache_position"  # of the tokens, which earlier releases of transformers pass
-BY_TOKEN = (IDS, EMBEDDINGS, MASK, POSITIONS)
 CACHE_OPTION = "use_cache"
 # what models call their keys and values, from transformers 5.24 on and before
 CACHES = ("cache", "past_key_values")
@@ -70,46 +69,40 @@ class CallChunks:
         self._size = size
         self._device = device.type
         self._ambient = autocast_dtype(device.type)
-        values = {name: value for name, value in arguments.items() if value is not None}
-        self._batch: dict[str, Tensor] = {
-            name: values[name] for name in BY_TOKEN if isinstance(values.get(name), Tensor)
-        }
-        if POSITIONS in self._batch and not any(kind.num_states for kind in split.sequence_kinds()):
+        values = arguments
+        if values.get(POSITIONS) is not None and not any(
+            kind.num_states for kind in split.sequence_kinds()
+        ):
             values = {name: value for name, value in values.items() if name not in BORDERS}
-        self._options = {
-            name: value
-            for name, value in values.items()
-            if name not in (*self._batch, *CACHES, NUMBERS)
-        }
+        self._inputs, self._options = token_inputs(forward, values)
         table = split.model.get_input_embeddings()
-        owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
+        owner = split.owner
         outside = {*owner.modules()} - {owner, table, *split.layers.modules()}
         check_hooks(hooks_of(outside))
-        for key, value in self._options.items():
-            if isinstance(value, Tensor) and value.dim():
-                raise refusal(f"the model is given {key}, which may belong to the whole sequence")
 
     def rows(self, *, leaves_out_padding: bool, shares: bool) -> ChunkedRows:
         """Return the chunks of the call's rows; the arguments are those of `ChunkedRows`."""
         return self._split.rows_in_chunks(
-            self._batch,
+            self._inputs,
             self._size,
             self._call,
             leaves_out_padding=leaves_out_padding,
             shares=shares,
         )
 
-    def prelude(self, *, differentiate: bool, shares: bool) -> Prelude:
+    def prelude(
+        self, *, differentiate: bool, shares: bool = False, allocate: Allocate | None = None
+    ) -> Prelude:
         """Run the model's own code before the layers; padding that all rows share is in no
-        chunk. `shares`: as in `ChunkedRows`."""
+        chunk. `shares`: as in `ChunkedRows`; `allocate`: as in its `prelude`."""
         rows = self.rows(leaves_out_padding=True, shares=shares)
-        return rows.prelude(differentiate=differentiate)
+        return rows.prelude(differentiate=differentiate, allocate=allocate)
 
     def finish(self, hidden: Tensor) -> ModelOutput:
         """Return what the module makes of the last layer's output, `[rows, sequence, hidden]`."""
         parts = []
         # of tokens alone, because nothing else reaches what comes after the layers
-        tokens = {name: self._batch[name] for name in (IDS, EMBEDDINGS) if name in self._batch}
+        tokens = {self._inputs.name: self._inputs.tokens}
         options = {CACHE_OPTION: False} if CACHE_OPTION in self._options else {}
         for start in range(0, hidden.shape[1], self._size):
             part = slice(start, start + self._size)
@@ -119,22 +112,38 @@ class CallChunks:
         output: ModelOutput = tree_map(_joined, *parts)
         return output
 
-    def _call(self, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> object:
+    def _call(self, batch: Mapping[str, Any], options: Mapping[str, Any]) -> object:
         # said again, because calls are made again in the backward, where nothing is set
         enabled = self._ambient is not None
         with torch.autocast(self._device, dtype=self._ambient, enabled=enabled):
             return self._forward(**{**self._options, **batch, **options})
 
 
-def named_arguments(
-    signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments of a call by name, those that are named by no parameter as well."""
-    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name, {})
-    return arguments
+def token_inputs(
+    forward: Callable[..., Any], arguments: Mapping[str, Any]
+) -> tuple[TokenInputs, dict[str, Any]]:
+    """Return what of a call's arguments belongs to its tokens, and the others.
+
+    Args:
+        forward: of the module that holds the layers.
+        arguments: of its call, by name.
+
+    Raises:
+        ConfigError: some may belong to the whole sequence.
+    """
+    values = {
+        name: value
+        for name, value in arguments.items()
+        if value is not None and name not in (*CACHES, NUMBERS)
+    }
+    of_tokens = {name: value for name, value in values.items() if _has_tensors(value)}
+    options = {name: value for name, value in values.items() if name not in of_tokens}
+    return TokenInputs(of_tokens, of_tokens.keys() - signature(forward).parameters.keys()), options
+
+
+def _has_tensors(value: object) -> bool:
+    """Whether there are tensors in an argument that have something for tokens."""
+    return any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(value))
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -88,7 +88,8 @@ def _check_in_chunks(engine: Engine, call: ChunkedCall, run: RunLayer) -> None:
     drawn = engine.backend.rng_state()
     prelude, rows = call.rows.sample(NUM_TOKENS, CHUNK)
     hidden = prelude.hidden
-    states = ChunkStates(hidden.shape[1])
+    make_states = ChunkStates if engine.host_keys is None else engine.host_keys.states
+    states = make_states(hidden.shape[1])
 
     def run_chunk(chunk: int) -> Tensor:
         span = rows.spans[chunk]

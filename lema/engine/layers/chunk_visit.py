@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -11,6 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lema.activations.chunks.copies import ResidentChunks
+from lema.activations.chunks.cuts import ChunkInputs, Cut, Cuts
 from lema.activations.hoststates import HostPool
 from lema.engine.engine import Engine
 from lema.model.flow import LayerCall, Suspended
@@ -18,9 +20,36 @@ from lema.model.sequence.cache import StatesComplete
 from lema.model.sequence.chunks import ChunkedCall
 from lema.model.sequence.states import ChunkStates, Span
 
-__all__ = ["ChunkVisit", "GradientSums", "Weights"]
+__all__ = ["ChunkVisit", "GradientSums", "KeepChunk", "Weights", "cuts_of"]
 
 Weights: TypeAlias = Mapping[str, Tensor]
+KeepChunk: TypeAlias = Callable[[int, Tensor], AbstractContextManager[Tensor]]
+"""Keeps a chunk of a layer's input, by its number, and yields what the layer computes with."""
+
+
+def spans_of(call: LayerCall, length: int) -> Sequence[Span]:
+    """Return the chunks of a micro-batch of so many tokens, as they lie in its hidden state; one,
+    if the call is not in chunks."""
+    return call.parts if isinstance(call, ChunkedCall) else [Span(0, length)]
+
+
+def rows_of(call: LayerCall, chunk: int) -> slice:
+    """Return the rows for which a chunk is computed; what it makes of them is that of all."""
+    return call.rows.rows_of(chunk) if isinstance(call, ChunkedCall) else slice(None)
+
+
+def cuts_of(call: LayerCall, length: int) -> Cuts:
+    """Return the chunks of a layer's input that are read, and the order in which its backward reads
+    them: those that leave something to later ones, and then all in reverse.
+
+    Args:
+        call: of the layer on a micro-batch.
+        length: tokens of the micro-batch.
+    """
+    spans = spans_of(call, length)
+    chunks = tuple(Cut(rows_of(call, number), span.slice) for number, span in enumerate(spans))
+    first = range(len(spans) - 1) if isinstance(call, ChunkedCall) and call.keeps else range(0)
+    return Cuts(chunks, (*first, *reversed(range(len(spans)))))
 
 
 @dataclass(eq=False)
@@ -41,6 +70,78 @@ class GradientSums:
             if gradient is not None:
                 # not in place, because autograd may hand one tensor out twice
                 self.pairs[number] = tensor, gradient if total is None else total + gradient
+
+
+class _Result:
+    """What a layer makes of all chunks of a micro-batch, or the gradient of its input.
+
+    Args:
+        pool: has it in host memory; None: it is on the device.
+        num_rows: of the micro-batch.
+        length: tokens of the micro-batch.
+        spans: its chunks.
+        state: where it is put; None: it is made with the first chunk.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool | None,
+        num_rows: int,
+        length: int,
+        spans: Sequence[Span],
+        state: Tensor | None = None,
+    ) -> None:
+        self._pool = pool
+        self._shape = (num_rows, length)
+        self._spans = spans
+        self._state = state
+        self._put: Callable[[Cut, Tensor], None] | None = None
+        self._copies = ExitStack()
+        if state is not None:
+            self._clear_outside(state)
+
+    @property
+    def state(self) -> Tensor:
+        """`[rows, sequence, hidden]`."""
+        assert self._state is not None, "a micro-batch has no tokens"
+        return self._state
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Let go of what the device holds of it after a `with` block."""
+        with self._copies:
+            yield
+
+    def put(self, span: Span, part: Tensor) -> None:
+        """Put in what was made of a chunk; one row may stand for all."""
+        if self._state is None:
+            self._state = self._allocate(part)
+        if self._pool is None:
+            self._state[:, span.slice] = part.detach()
+            return
+        if self._put is None:
+            self._put = self._copies.enter_context(self._pool.downloads(self._state))
+        self._put(Cut(slice(None), span.slice), part)
+
+    def _allocate(self, part: Tensor) -> Tensor:
+        shape = (*self._shape, *part.shape[2:])
+        if self._pool is None:
+            # zeros, because padding may be in no chunk
+            return part.new_zeros(shape)
+        state = self._pool.take(shape, part.dtype)
+        if self._has_outside:
+            self._pool.synchronize(state)
+            self._clear_outside(state)
+        return state
+
+    @property
+    def _has_outside(self) -> bool:
+        return self._spans[0].start > 0 or self._spans[-1].stop < self._shape[1]
+
+    def _clear_outside(self, state: Tensor) -> None:
+        """Write zeros where padding is in no chunk; no copy is begun from there, or to there."""
+        state[:, : self._spans[0].start] = 0
+        state[:, self._spans[-1].stop :] = 0
 
 
 class ChunkVisit:
@@ -77,39 +178,59 @@ class ChunkVisit:
 
     def spans(self, length: int) -> Sequence[Span]:
         """Return the chunks of a micro-batch of so many tokens, as they lie in its hidden state."""
-        return self._call.parts if isinstance(self._call, ChunkedCall) else [Span(0, length)]
+        return spans_of(self._call, length)
 
-    def forward(self, layer_input: Tensor, pool: HostPool | None = None) -> Tensor:
-        """Return what the layer makes of `[rows, sequence, hidden]`, without a graph; what
-        chunks keep for later ones stays. `pool`: where that is put; None: on the device."""
-        outputs = None
-        self._routed.clear()
-        for chunk, span in enumerate(self.spans(layer_input.shape[1])):
-            self.note_drawn()
-            with torch.no_grad():
-                output = self._run(
-                    chunk, self._on_device(layer_input[self.rows_of(chunk), span.slice])
-                )
-            if outputs is None:
-                shape = (*layer_input.shape[:2], *output.shape[2:])
-                # zeros, because padding may be in no chunk
-                if pool is None:
-                    outputs = output.new_zeros(shape)
-                else:
-                    outputs = pool.take(shape, output.dtype)
-                    outputs[:, : span.start] = 0
-            outputs[:, span.slice] = output
-            # before the next one, whose memory would be another
-            del output
-        assert outputs is not None, "a micro-batch has no tokens"
+    def inputs(
+        self, layer_input: Tensor, pool: HostPool | None, order: Iterable[int]
+    ) -> AbstractContextManager[ChunkInputs]:
+        """Return a context that yields the chunks of the layer's input.
+
+        Args:
+            layer_input: `[rows, sequence, hidden]`.
+            pool: where it is; None: on the device.
+            order: in which chunks are read.
+        """
+        return self._chunks_of(layer_input, pool, self.cuts(layer_input.shape[1]).chunks, order)
+
+    def cuts(self, length: int) -> Cuts:
+        """Return the chunks of the layer's input, of so many tokens."""
+        return cuts_of(self._call, length)
+
+    def _chunks_of(
+        self, state: Tensor, pool: HostPool | None, cuts: Sequence[Cut], order: Iterable[int]
+    ) -> AbstractContextManager[ChunkInputs]:
+        """Return a context that yields chunks of a hidden state or its gradient, on the device."""
         if pool is not None:
-            outputs[:, span.stop :] = 0
-        return outputs
+            return pool.uploads(state, cuts, order)
+        return nullcontext(ResidentChunks(state, cuts, self._engine.backend.device))
+
+    def forward(
+        self, layer_input: Tensor, pool: HostPool | None = None, keep: KeepChunk | None = None
+    ) -> Tensor:
+        """Return what the layer makes of `[rows, sequence, hidden]`, without a graph; what
+        chunks keep for later ones stays. `pool`: where the input is, and where that is put; None:
+        on the device. `keep`: keeps the chunks of the input."""
+        self._routed.clear()
+        num_rows, length = layer_input.shape[:2]
+        spans = self.spans(length)
+        result = _Result(pool, num_rows, length, spans)
+        with self.inputs(layer_input, pool, range(len(spans))) as inputs, result.filled():
+            for chunk, span in enumerate(spans):
+                self.note_drawn()
+                with ExitStack() as stack:
+                    part = stack.enter_context(inputs.chunk(chunk))
+                    if keep is not None:
+                        part = stack.enter_context(keep(chunk, part))
+                    with torch.no_grad():
+                        output = self._run(chunk, part)
+                    result.put(span, output)
+                    # before the next one, whose memory would be another
+                    del output, part
+        return result.state
 
     def rows_of(self, chunk: int) -> slice:
         """Return the rows for which a chunk is computed; what it makes of them is that of all."""
-        call = self._call
-        return call.rows.rows_of(chunk) if isinstance(call, ChunkedCall) else slice(None)
+        return rows_of(self._call, chunk)
 
     def gradient_of(self, chunk: int, gradient: Tensor) -> Tensor:
         """Return the gradient of what a chunk has made for the rows for which it was computed.
@@ -120,10 +241,6 @@ class ChunkVisit:
         """
         computed_once = self.rows_of(chunk).stop is not None
         return gradient.sum(dim=0, keepdim=True) if computed_once else gradient
-
-    def _on_device(self, part: Tensor) -> Tensor:
-        """Return a chunk's part of a hidden state, or of its gradient, on the device."""
-        return part.to(self._engine.backend.device, non_blocking=True)
 
     def note_drawn(self) -> None:
         """Note the generator's state before the next chunk."""
@@ -151,75 +268,77 @@ class ChunkVisit:
         self._routed.clear()
         self._call.routers[:] = of_sequence
 
-    def make_states(self, layer_input: Tensor) -> None:
+    def make_states(self, inputs: ChunkInputs) -> None:
         """Make what all chunks but the last keep for later ones; the last comes first in the
         backward."""
         if not (isinstance(self._call, ChunkedCall) and self._call.keeps):
             return
-        for chunk, span in enumerate(self._call.parts[:-1]):
+        for chunk in range(len(self._call.parts) - 1):
             self._engine.backend.set_rng_state(self.drawn[chunk])
-            with torch.no_grad(), suppress(StatesComplete):
-                part = layer_input[self.rows_of(chunk), span.slice]
-                self._run(chunk, self._on_device(part), stops=True)
+            with inputs.chunk(chunk) as part, torch.no_grad(), suppress(StatesComplete):
+                self._run(chunk, part, stops=True)
 
     def backward(
         self,
-        layer_input: Tensor,
+        inputs: ChunkInputs,
         gradient: Tensor,
         of_routers: Sequence[Tensor],
         *,
         needs: bool,
         sums: GradientSums | None = None,
+        pool: HostPool | None = None,
         inplace: bool = False,
     ) -> Tensor | None:
         """Recompute and differentiate the chunks in reverse.
 
         Args:
-            layer_input: `[rows, sequence, hidden]`.
-            gradient: of what the layer made of it.
+            inputs: the chunks of the layer's input.
+            gradient: of what the layer made of it, `[rows, sequence, hidden]`.
             of_routers: the gradients of what its routers made of it, if somebody asks.
             needs: whether the input's is asked for.
             sums: what else has a gradient; None: it is added to `.grad` of what trains.
+            pool: where gradients are; None: on the device.
             inplace: write the input's gradient where the output's is, chunk for chunk.
 
         Returns:
             The input's gradient, `[rows, sequence, hidden]`; None: it is not asked for.
         """
-        input_gradient = None
-        if needs:
-            # zeros, because padding may be in no chunk
-            input_gradient = gradient if inplace else torch.zeros_like(layer_input)
-        spans = self.spans(layer_input.shape[1])
-        if input_gradient is not None and inplace:
-            input_gradient[:, : spans[0].start] = 0
-            input_gradient[:, spans[-1].stop :] = 0
-        num_rows, length = layer_input.shape[:2]
+        num_rows, length = gradient.shape[:2]
+        spans = self.spans(length)
+        result = _Result(pool, num_rows, length, spans, gradient if inplace else None)
         self._asks = bool(of_routers)
-        for chunk in reversed(range(len(spans))):
-            part = spans[chunk].slice
-            self._engine.backend.set_rng_state(self.drawn[chunk])
-            rows = self.rows_of(chunk)
-            leaf = self._on_device(layer_input[rows, part]).detach().requires_grad_(needs)
-            with torch.enable_grad():
-                output = self._run(chunk, leaf, again=True)
-            roots = [(output, self.gradient_of(chunk, self._on_device(gradient[:, part])))]
-            if of_routers:
-                by_token = [by.view(num_rows, length, -1)[:, part] for by in of_routers]
-                roots += [
-                    (logits, self.gradient_of(chunk, by).reshape(logits.shape))
-                    for logits, by in zip(self.take_routed(), by_token, strict=True)
-                    if logits.requires_grad
-                ]
-            formed = self.differentiate(roots, leaf, sums)
-            del roots
-            if input_gradient is not None:
-                assert formed is not None, "a layer's input does not reach its output"
-                # that of rows for which it was not computed is zero, as it is in their sum
-                if inplace and rows.stop is not None:
-                    input_gradient[:, part] = 0
-                input_gradient[rows, part] = formed
-            del output, leaf, formed
-        return input_gradient
+        of_chunks = [Cut(slice(None), span.slice) for span in spans]
+        order = reversed(range(len(spans)))
+        with self._chunks_of(gradient, pool, of_chunks, order) as gradients, result.filled():
+            for chunk in reversed(range(len(spans))):
+                part = spans[chunk].slice
+                self._engine.backend.set_rng_state(self.drawn[chunk])
+                with inputs.chunk(chunk) as layer_input, gradients.chunk(chunk) as of_output:
+                    leaf = layer_input.detach().requires_grad_(needs)
+                    with torch.enable_grad():
+                        output = self._run(chunk, leaf, again=True)
+                    roots = [(output, self.gradient_of(chunk, of_output))]
+                    if of_routers:
+                        by_token = [by.view(num_rows, length, -1)[:, part] for by in of_routers]
+                        roots += [
+                            (logits, self.gradient_of(chunk, by).reshape(logits.shape))
+                            for logits, by in zip(self.take_routed(), by_token, strict=True)
+                            if logits.requires_grad
+                        ]
+                    formed = self.differentiate(roots, leaf, sums)
+                    del roots
+                    if needs:
+                        assert formed is not None, "a layer's input does not reach its output"
+                        result.put(spans[chunk], self._of_all_rows(chunk, formed, num_rows))
+                    del output, leaf, formed, layer_input, of_output
+        return result.state if needs else None
+
+    def _of_all_rows(self, chunk: int, gradient: Tensor, num_rows: int) -> Tensor:
+        """Return the gradient of a chunk's input for all rows: that of rows for which it was not
+        computed is zero, as it is in their sum."""
+        if self.rows_of(chunk).stop is None:
+            return gradient
+        return torch.cat([gradient, gradient.new_zeros(num_rows - 1, *gradient.shape[1:])])
 
     def differentiate(
         self, outputs: Sequence[tuple[Tensor, Tensor]], leaf: Tensor, sums: GradientSums | None
@@ -313,5 +432,5 @@ class ChunkVisit:
         if not isinstance(call, ChunkedCall):
             return nullcontext()
         if self._states is None:
-            self._states = call.rows.states(self._number)
+            self._states = call.rows.states(self._number, self._engine.host_keys)
         return call.cache.holding(self._number, call.spans[chunk], self._states, stops=stops)

@@ -13,18 +13,20 @@ step's are, the layer is an ordinary one (`lema.engine.layers.whole`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from lema.activations.chunks.cuts import ChunkInputs
 from lema.activations.hoststates import HostPool, HostState
-from lema.activations.stepstore import StepBoundaries
+from lema.activations.stepstore import BoundaryChunks, StepBoundaries
 from lema.engine.engine import Engine
 from lema.engine.layers.chunk_check import ChunkChecks
-from lema.engine.layers.chunk_visit import ChunkVisit, GradientSums, Weights
+from lema.engine.layers.chunk_visit import ChunkVisit, GradientSums, KeepChunk, Weights
 from lema.engine.layers.layer import LossAndGrad, TopGradients
 from lema.engine.layers.rows import Rows
 from lema.engine.layers.saving import Saving
@@ -34,11 +36,25 @@ from lema.errors import ConfigError
 from lema.model.flow import LayerCall
 from lema.stream import Lease
 
-__all__ = ["ChunkedLayer", "check_cuts"]
+__all__ = ["ChunkedLayer", "check_cuts", "check_plain"]
 
 
 def check_cuts(engine: Engine) -> None:
     """Refuse to cut sequences in layers where that has not been tested. `ConfigError`: it is so."""
+    check_plain(engine, "sequences do not go through layers in chunks", "sequence_chunk")
+
+
+def check_plain(engine: Engine, what: str, setting: str) -> None:
+    """Refuse what has been tested with layers alone that are run as they are, by one process.
+
+    Args:
+        engine: the objects that every layer works with.
+        what: the sentence to which it is added where that is not so.
+        setting: what asks for it.
+
+    Raises:
+        ConfigError: it is not so.
+    """
     split = engine.split
     untested = {
         "the device compiles what is run on it": split.lazy,
@@ -47,11 +63,7 @@ def check_cuts(engine: Engine) -> None:
     }
     for why, conflicts in untested.items():
         if conflicts:
-            raise ConfigError(
-                f"sequences do not go through layers in chunks where {why}",
-                where="sequence_chunk",
-                how="leave it out",
-            )
+            raise ConfigError(f"{what} where {why}", where=setting, how="leave it out")
 
 
 @dataclass(eq=False)
@@ -135,18 +147,27 @@ class ChunkedLayer:
         outputs = list[Tensor]()
         for index, call in enumerate(calls):
             engine.stop.poll()
-            layer_input = boundaries.keep(number, index, rows.states[index])
+            layer_input = rows.states[index]
+            keep = None
+            if rows.pool is None:
+                layer_input = boundaries.keep(number, index, layer_input)
+            else:
+                keep = partial(boundaries.keeping, number, index)
             drawn = engine.generator_state()
 
             def run(
-                call: LayerCall = call, layer_input: Tensor = layer_input
+                call: LayerCall = call,
+                layer_input: Tensor = layer_input,
+                keep: KeepChunk | None = keep,
             ) -> tuple[Tensor, list[Tensor]]:
                 visit = ChunkVisit(engine, number, weights, call)
-                output = visit.forward(layer_input, rows.pool)
+                output = visit.forward(layer_input, rows.pool, keep)
                 visit.note_routers(output)
                 return output, visit.drawn
 
             output, states = engine.retry.run_forward(self._location, run, drawn)
+            if keep is not None:
+                boundaries.end_chunks()
             outputs.append(output)
             saved.drawn.append(states)
             _let_go(rows, index)
@@ -174,20 +195,35 @@ class ChunkedLayer:
         for index, call in enumerate(saved.calls):
             engine.stop.poll()
             visit = ChunkVisit(engine, number, weights, call, saved.drawn[index])
-            with saved.boundaries.fetch(number, index, again=again) as boundary:
-                visit.make_states(boundary)
-                output_gradient, *of_routers = gradients[index]
-                needs = saved.needs_grad[index]
-                pool = saved.pool
-                inplace = pool is not None and not again
+            output_gradient, *of_routers = gradients[index]
+            needs = saved.needs_grad[index]
+            pool = saved.pool
+            inplace = pool is not None and not again
+            with self._inputs_of(visit, saved, index, again=again) as inputs:
+                visit.make_states(inputs)
                 input_gradients.append(
                     visit.backward(
-                        boundary, output_gradient, of_routers, needs=needs, inplace=inplace
+                        inputs, output_gradient, of_routers, needs=needs, pool=pool, inplace=inplace
                     )
                 )
             if pool is not None and inplace and not needs:
                 pool.give(output_gradient)
         return input_gradients
+
+    @contextmanager
+    def _inputs_of(
+        self, visit: ChunkVisit, saved: _SavedRows, index: int, *, again: bool
+    ) -> Iterator[ChunkInputs]:
+        """Yield the chunks of a micro-batch that the forward has kept."""
+        boundaries = saved.boundaries
+        if saved.pool is not None:
+            yield BoundaryChunks(boundaries, self.number, index, again=again)
+            return
+        with (
+            boundaries.fetch(self.number, index, again=again) as boundary,
+            visit.inputs(boundary, None, ()) as inputs,
+        ):
+            yield inputs
 
     def differentiate(
         self,
@@ -251,6 +287,8 @@ class ChunkedLayer:
         with torch.no_grad(), trace.span("forward", f"layer {top}"):
             output = visit.forward(state.detach(), pool)
             visit.note_routers(output)
+        if pool is not None:
+            pool.synchronize(output)  # because the head reads it, and writes there, as it likes
         with engine.retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
             value, gradient = loss_and_grad(index, output)
         del output
@@ -268,16 +306,22 @@ class ChunkedLayer:
         with engine.retry.at(location), trace.span("backward", f"layer {top}"):
             trained = [*engine.adapters_of(top), *leaves.values()]
             sums = GradientSums([(weight, None) for weight in trained])
-            input_gradient = visit.backward(
-                state.detach(),
-                gradient,
-                of_routers,
-                needs=needs,
-                sums=sums,
-                inplace=pool is not None,
-            )
-        if pool is not None and not needs:
-            pool.give(gradient)
+            order = reversed(range(len(visit.spans(state.shape[1]))))
+            with visit.inputs(state.detach(), pool, order) as inputs:
+                input_gradient = visit.backward(
+                    inputs,
+                    gradient,
+                    of_routers,
+                    needs=needs,
+                    sums=sums,
+                    pool=pool,
+                    inplace=pool is not None,
+                )
+        if pool is not None:
+            # what sees gradients sees them in host memory
+            pool.synchronize(gradient)
+            if not needs:
+                pool.give(gradient)
         engine.backend.set_rng_state(after)
         engine.observe(top, [input_gradient] * needs)
         num_adapters = len(trained) - len(leaves)

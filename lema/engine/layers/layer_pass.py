@@ -302,6 +302,8 @@ class LayerPass:
                     gradients = layer.backward(lease, saved, arrived, again=again)
                 del arrived
                 engine.backend.set_rng_state(state)
+                if engine.observes:
+                    self._rows.synchronize(gradients)
                 engine.observe(number, gradients)
                 engine.trained.end(number, saved.leaves)
                 del saved

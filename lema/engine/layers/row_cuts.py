@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lema.errors import ConfigError
+from lema.model.sequence.marks import TokenMarks
 
 __all__ = ["Cut", "RowCuts"]
 
@@ -48,21 +49,15 @@ class RowCuts:
         self._size = sum(len(cut.rows) for cut in cuts)
         self._width = cuts[0].width
         self._images_inside = images_inside
-        shape = (self._size, self._width)
-        self._marks: dict[int, Tensor] = {}  # masks of tokens, by how many they name
-        self._several = False  # whether masks that differ name as many
-        for leaf in tree_leaves(dict(arguments)) if len(cuts) > 1 else ():
-            if isinstance(leaf, Tensor) and leaf.dtype == torch.bool and leaf.shape == shape:
-                mask = self._marks.setdefault(int(leaf.sum()), leaf)
-                self._several |= not torch.equal(mask, leaf)
+        self._marks = TokenMarks(arguments if len(cuts) > 1 else {}, (self._size, self._width))
 
     @property
     def ambiguous(self) -> bool:
         """Whether a tensor may have an entry for each row or for each marked token, or for each
         token of one mask or of another.
         """
-        return self._several or (
-            self._size in self._marks
+        return self._marks.several or (
+            self._marks.name(self._size)
             and any(
                 isinstance(leaf, Tensor)
                 and leaf.dim() > 1
@@ -88,13 +83,10 @@ class RowCuts:
         across = int(name == POSITIONS and value.dim() == 3)
         by_token = value.shape[across : across + 2] == (self._size, self._width)
         rows = torch.tensor(cut.rows, device=value.device)
-        marks = None if by_token else self._marks.get(len(value))
-        if marks is not None and value.is_floating_point():
-            numbers = torch.full(marks.shape, -1, device=value.device)
-            numbers[marks] = torch.arange(len(value), device=value.device)
+        marks = None if by_token else self._marks.of(value)
+        if marks is not None:
             # in the order of the rows of the micro-batch, which is another than that of the call
-            chosen = numbers.index_select(0, rows)[:, : cut.end].flatten()
-            return value.index_select(0, chosen[chosen >= 0])
+            return self._marks.cut(value, marks, rows, slice(cut.end))
         if value.shape[across + 1] == self._width:
             value = value.narrow(across + 1, 0, cut.end)
         if value.shape[across] == 1:

@@ -39,8 +39,8 @@ class Rows:
         compute_as: has a layer compute as these rows want it; None: with the adapters that train.
         compiled: whether layers may run compiled.
         host: has hidden states wait in host memory between layers; None: they stay on the device.
-        pool: for hidden states, of which each layer has only one chunk on the device; None: they
-            are there whole.
+        pool: for hidden states, of which each layer has only a few chunks on the device; None:
+            they are there whole.
     """
 
     calls: Calls
@@ -73,6 +73,12 @@ class Rows:
     def stored(self, index: int, output: Tensor) -> Tensor | HostState:
         """Return a micro-batch's next hidden state as it waits for the layer above."""
         return output if self.host is None else self.host.keep(index, output)
+
+    def synchronize(self, tensors: Iterable[Tensor | None]) -> None:
+        """Wait until the host sees hidden states, or gradients of them, that are in the pool."""
+        for tensor in tensors:
+            if self.pool is not None and tensor is not None:
+                self.pool.synchronize(tensor)
 
     def put(self, states: list[Any]) -> None:
         """Give the rows hidden states."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from lema.activations.boundaries import TierName
+from lema.activations.chunks.cuts import Cuts
 from lema.activations.hoststates import HostPool
 from lema.activations.stepstore import BoundaryArena, SavedGraphs, StepBoundaries, StepGraphs
 from lema.backend import Backend, Carrier
@@ -68,7 +69,7 @@ class Activations:
 
     Attributes:
         arena: where boundary activations wait.
-        pool: has hidden states of which only a chunk is on the device.
+        pool: has hidden states of which only a few chunks are on the device.
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
     """
 
@@ -94,7 +95,7 @@ class Activations:
         self.products = frozenset(products)
         carrier: Carrier = TorchCarrier(backend.device, at_once=True) if at_once else backend
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, trace)
-        self.pool = HostPool(carrier)
+        self.pool = HostPool(carrier, copies=not backend.memory().shared)
         self.graphs: SavedGraphs | None = None
         if saved_on != "device" and not self._lazy:
             # Because a slot is the host's buffer there, and tensors that come back would lie in it.
@@ -116,7 +117,7 @@ class Activations:
         budget: int = 0,
         *,
         in_chunks: bool = False,
-        in_host: bool = False,
+        cuts: Mapping[tuple[int, int], Cuts] | None = None,
     ) -> Saving:
         """Return what a step keeps of its layers.
 
@@ -126,14 +127,15 @@ class Activations:
             end: the layer after the last of the pass.
             budget: bytes for activations of the top layer.
             in_chunks: whether sequences go through layers in chunks, whose graphs are not kept.
-            in_host: whether hidden states are in host memory between chunks.
+            cuts: of each layer and micro-batch, the chunks of its input, where hidden states are in
+                host memory; None: layers are given whole inputs.
 
         Raises:
             DiskError: the disk has no space for it.
         """
         if in_chunks:
             layers = range(lowest, end)
-            return Saving(self.arena.step(hidden, layers, in_host=in_host) if layers else None)
+            return Saving(self.arena.step(hidden, layers, cuts) if layers else None)
         again = [
             layer for layer in range(lowest, end) if self.recompute and layer not in self.saved
         ]

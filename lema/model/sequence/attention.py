@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lema.model.capture import interface_replaced
 from lema.model.sequence.blockmask import ATTENTION, BlockMask
-from lema.model.sequence.states import Attended
+from lema.model.sequence.states import AttendedBlocks
 
 __all__ = ["Handed", "attention_in_blocks"]
 
@@ -55,20 +55,7 @@ class Handed(NamedTuple):
     keys: Tensor
     values: Tensor
     chunk: tuple[Tensor, Tensor]
-    attended: Attended
-
-
-class _Memory(Protocol):
-    """Keys and values, and the sums of their gradients, of which blocks are views."""
-
-    def block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values from `start` to before `stop`, `[rows, heads, n, width]`."""
-
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Return what gradients of all keys and values are added to."""
-
-    def own_gradients(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients of those that the graph has made."""
+    attended: AttendedBlocks
 
 
 @contextmanager
@@ -114,15 +101,15 @@ def _attend(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     by_group = query.unflatten(1, (-1, groups))
-    if _has_kernel(by_group[:, :, 0], key, value):
+    last = handed()
+    memory: AttendedBlocks
+    if last is not None and key is last.keys and value is last.values:
+        memory, chunk = last.attended, last.chunk
+    else:
+        memory, chunk = _Given(key, value), (key, value)
+    if memory.on_device and _has_kernel(by_group[:, :, 0], key, value):
         output = _by_kernel(by_group, key, value, attention_mask, scale)
     else:
-        last = handed()
-        memory: _Memory
-        if last is not None and key is last.keys and value is last.values:
-            memory, chunk = last.attended, last.chunk
-        else:
-            memory, chunk = _Given(key, value), (key, value)
         output = _InBlocks.apply(by_group, *chunk, memory, attention_mask, scale)  # type: ignore[no-untyped-call] # torch's is
     return output.flatten(1, 2).transpose(1, 2).contiguous(), None
 
@@ -157,6 +144,8 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale
 class _Given:
     """Keys and values as a layer was given them, of which autograd wants the gradients."""
 
+    on_device = True
+
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys = keys.detach()
         self._values = values.detach()
@@ -166,15 +155,20 @@ class _Given:
         """Return keys and values from `start` to before `stop`."""
         return self._keys[..., start:stop, :], self._values[..., start:stop, :]
 
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Return what gradients of all keys and values are added to."""
+    @contextmanager
+    def gradients(self, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the gradients of a block, to add to in the `with` block."""
+        keys, values = self._all_sums()
+        yield keys[..., start:stop, :], values[..., start:stop, :]
+
+    def _all_sums(self) -> tuple[Tensor, Tensor]:
         if self._sums is None:
             self._sums = _zeros_like(self._keys), _zeros_like(self._values)
         return self._sums
 
     def own_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the gradients."""
-        keys, values = self.sums()
+        keys, values = self._all_sums()
         return keys.to(self._keys.dtype), values.to(self._values.dtype)
 
 
@@ -192,7 +186,7 @@ class _InBlocks(torch.autograd.Function):
         query: Tensor,
         own_keys: Tensor,  # noqa: ARG004 - autograd looks at it
         own_values: Tensor,  # noqa: ARG004 - the same
-        memory: _Memory,
+        memory: AttendedBlocks,
         mask: BlockMask,
         scale: float,
     ) -> Tensor:
@@ -263,7 +257,7 @@ class _Tiles:
         """Return what is in tiles, `[rows, heads, groups, chunk, width]`."""
         return torch.cat([tile.unflatten(2, (self.groups, -1)) for tile in tiles], dim=3)
 
-    def blocks(self, memory: _Memory, mask: BlockMask) -> Iterator[_Block]:
+    def blocks(self, memory: AttendedBlocks, mask: BlockMask) -> Iterator[_Block]:
         """Yield the blocks of keys that any query sees."""
         for start in range(0, mask.shape[-1], KEYS):
             stop = min(start + KEYS, mask.shape[-1])
@@ -309,19 +303,16 @@ class _Block(NamedTuple):
 
 
 def _merged(
-    tiles: _Tiles, memory: _Memory, mask: BlockMask, scale: float
+    tiles: _Tiles, memory: AttendedBlocks, mask: BlockMask, scale: float
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return attention, and the logarithms of the sums of scores, in tiles."""
     queries = [query * scale for query in tiles.queries]
-    outputs = list[Tensor]()
-    width = None
+    width = memory.block(0, 0)[1].shape[-1]
+    outputs = [query.new_zeros(*query.shape[:-1], width) for query in queries]
     lowest = torch.finfo(queries[0].dtype).min
     highest = [query.new_full((*query.shape[:-1], 1), lowest) for query in queries]
     sums = [torch.zeros_like(most) for most in highest]
     for block in tiles.blocks(memory, mask):
-        if width is None:
-            width = block.values.shape[-1]
-            outputs = [query.new_zeros(*query.shape[:-1], width) for query in queries]
         for tile, row, head in tiles.heads():
             scores = block.scores(
                 queries[tile][row, head], row, head, tiles.parts[tile], tiles.groups
@@ -344,7 +335,7 @@ def _merged(
 
 def _differentiated(
     tiles: _Tiles,
-    memory: _Memory,
+    memory: AttendedBlocks,
     mask: BlockMask,
     scale: float,
     gradients: Sequence[Tensor],
@@ -364,17 +355,15 @@ def _differentiated(
     """
     queries = [query * scale for query in tiles.queries]
     of_queries = [torch.zeros_like(query) for query in queries]
-    all_of_keys, all_of_values = memory.sums()
     for block in tiles.blocks(memory, mask):
-        part = slice(block.start, block.stop)
-        of_keys, of_values = all_of_keys[..., part, :], all_of_values[..., part, :]
-        for tile, row, head in tiles.heads():
-            query, gradient = queries[tile][row, head], gradients[tile][row, head]
-            probabilities = block.scores(query, row, head, tiles.parts[tile], tiles.groups)
-            probabilities.sub_(log_sums[tile][row, head]).exp_()
-            of_values[row, head].addmm_(probabilities.T, gradient)
-            of_scores = gradient @ block.values[row, head].T
-            of_scores.sub_(shares[tile][row, head]).mul_(probabilities)
-            of_keys[row, head].addmm_(of_scores.T, query)
-            of_queries[tile][row, head].addmm_(of_scores, block.keys[row, head])
+        with memory.gradients(block.start, block.stop) as (of_keys, of_values):
+            for tile, row, head in tiles.heads():
+                query, gradient = queries[tile][row, head], gradients[tile][row, head]
+                probabilities = block.scores(query, row, head, tiles.parts[tile], tiles.groups)
+                probabilities.sub_(log_sums[tile][row, head]).exp_()
+                of_values[row, head].addmm_(probabilities.T, gradient)
+                of_scores = gradient @ block.values[row, head].T
+                of_scores.sub_(shares[tile][row, head]).mul_(probabilities)
+                of_keys[row, head].addmm_(of_scores.T, query)
+                of_queries[tile][row, head].addmm_(of_scores, block.keys[row, head])
     return [of_query.mul_(scale) for of_query in of_queries]

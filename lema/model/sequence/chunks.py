@@ -7,25 +7,27 @@ chunks before it, as generation calls it. So nothing here knows what these argum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 
 from lema.errors import is_out_of_memory
-from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in
+from lema.model.capture import PASSED_THROUGH_THE_MODEL, changed, tensors_in
 from lema.model.flow import LayerCall, Prelude
-from lema.model.sequence.blockmask import block_masks
+from lema.model.sequence.blockmask import block_masks, causal_like, pairs_of
 from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
 from lema.model.sequence.divided_states import DividedStates
 from lema.model.sequence.division import RowDivision
+from lema.model.sequence.host_keys import HostKeys
 from lema.model.sequence.masks import (
     asks_for_packs,
     numbers_of_rows,
@@ -33,26 +35,19 @@ from lema.model.sequence.masks import (
     rotary_of_length,
     tables_by_length,
 )
+from lema.model.sequence.spans import (
+    borders_in,
+    shared_tokens,
+    spans_between,
+    spans_of,
+    tokens_inside,
+)
 from lema.model.sequence.states import ChunkStates, Span
+from lema.model.sequence.token_inputs import IDS, MASK, POSITIONS, TokenInputs
 from lema.model.state.hooks import is_hooked
 
-__all__ = [
-    "EMBEDDINGS",
-    "IDS",
-    "MASK",
-    "PADDING",
-    "POSITIONS",
-    "ChunkedCall",
-    "ChunkedRows",
-    "most_of_calls",
-    "spans_of",
-]
+__all__ = ["PADDING", "ChunkedCall", "ChunkedRows", "most_of_calls"]
 
-IDS = "input_ids"
-EMBEDDINGS = "inputs_embeds"
-MASK = "attention_mask"
-POSITIONS = "position_ids"
-INPUTS = frozenset({IDS, MASK, POSITIONS})
 CALL_BYTES = 32 << 20
 MOST_IN_HOST = 4 << 20  # of calls, where hidden states are not on the device either
 PADDING = 2  # tokens
@@ -60,7 +55,7 @@ PACK = (0, 1, 0, 1)  # positions of two rows
 
 
 Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes room, in host memory, for a tensor."""
+"""Makes a tensor of zeros in host memory."""
 
 
 class Front(Protocol):
@@ -68,7 +63,7 @@ class Front(Protocol):
 
     def __call__(
         self,
-        batch: Mapping[str, Tensor],
+        batch: Mapping[str, Any],
         cache: SequenceCache | None,
         *,
         differentiate: bool = False,
@@ -82,34 +77,6 @@ class Front(Protocol):
             differentiate: let the hidden state keep its graph.
             again: the hidden state is thrown away, and nothing is left behind.
         """
-
-
-def spans_of(length: int, size: int, first: int = 0) -> list[Span]:
-    """Return the chunks of the tokens from `first` to before `length`, each of `size` but for the
-    last. That is never a single token, which models take for one that they generate, and change a
-    state in its place."""
-    starts = list(range(first, max(first + 1, length - 1), size))
-    return [Span(start, stop) for start, stop in pairwise([*starts, length])]
-
-
-def tokens_inside(mask: Tensor) -> Span:
-    """Return the tokens between the padding that all rows of `mask`, `[rows, sequence]`, have at
-    their beginning and at their end; all, if every token is padding."""
-    seen = (mask != 0).any(dim=0).nonzero().flatten()
-    if not len(seen):
-        return Span(0, mask.shape[1])
-    first, last = seen[[0, -1]].tolist()
-    # never one token alone; see `spans_of`
-    return Span(max(0, min(first, last - 1)), last + 1)
-
-
-def shared_tokens(batch: Mapping[str, Tensor]) -> int:
-    """Return with how many tokens all rows of a micro-batch begin, padding among them; 0: they have
-    no ids, or share nothing."""
-    if IDS not in batch or len(batch[IDS]) == 1:
-        return 0
-    alike = torch.stack([(tensor == tensor[:1]).all(dim=0) for tensor in batch.values()])
-    return int(alike.all(dim=0).cumprod(dim=0).sum())
 
 
 def most_of_calls(hidden_bytes: int) -> int:
@@ -128,8 +95,7 @@ class ChunkedRows:
         model: the model.
         layers: its decoder layers.
         front: runs it up to them.
-        batch: `input_ids`, `[rows, sequence]`, or `inputs_embeds`, `[rows, sequence, hidden]`, and
-            what else the model takes.
+        inputs: what the model takes of each token.
         size: tokens of a chunk; or how processes divide the rows, of which this one has some
             chunks.
         leaves_out_padding: whether tokens that are padding in all rows, before all others or after
@@ -149,7 +115,7 @@ class ChunkedRows:
         model: PreTrainedModel,
         layers: nn.ModuleList,
         front: Front,
-        batch: Mapping[str, Tensor],
+        inputs: TokenInputs,
         size: int | RowDivision,
         *,
         leaves_out_padding: bool = False,
@@ -158,40 +124,55 @@ class ChunkedRows:
         self._model = model
         self._layers = layers
         self._front = front
-        self._batch = dict(batch)
-        _check_inputs(self._batch, self._tokens)
-        inside = Span(0, self.length)
-        if leaves_out_padding and MASK in batch:
-            inside = tokens_inside(batch[MASK])
+        self._inputs = inputs
         self._division = None if isinstance(size, int) else size
         self._fork = 0
-        if isinstance(size, int):
-            shared = shared_tokens(self._batch) if shares else 0
-            if size <= shared - inside.start and shared < inside.stop - 1:
-                self._fork = shared
-            self.spans = spans_of(self._fork, size, inside.start) if self._fork else []
-            self.spans += spans_of(inside.stop, size, self._fork or inside.start)
-        else:
-            self.spans = size.of(self.length).spans
+        inside = Span(0, self.length)
+        if leaves_out_padding and inputs.padding is not None:
+            inside = tokens_inside(inputs.padding)
+        self.spans = self._cut_into(inside, size, shares=shares)
         kinds = kinds_of(DynamicCache(config=model.config).layers, len(layers))
         self.cache = SequenceCache(kinds, inside.start)
-        positions = batch.get(POSITIONS)
         self._numbers: Tensor | None = None  # of the rows of packs, to which attention keeps
-        if positions is not None and MASK not in batch and self._keeps_packs():
+        positions = self._text_positions
+        if positions is not None and MASK not in inputs.values and self._keeps_packs():
             self._numbers = numbers_of_rows(positions)
         self._tables = tables_by_length(model, layers)
         self._calls: list[tuple[LayerCall, ...] | None] = [None] * len(self.spans)
         self._finished: list[ChunkStates] | None = None
 
+    def _cut_into(self, inside: Span, size: int | RowDivision, *, shares: bool) -> list[Span]:
+        """Return the chunks of some tokens of the sequence."""
+        inputs = self._inputs
+        masks = inputs.masks
+        if not isinstance(size, int):
+            if masks:
+                raise refusal("its masks are made of whole sequences")
+            return size.of(self.length).spans
+        if masks:
+            return spans_between(borders_in(masks, self.length), self.length, size)
+        shared = shared_tokens(inputs.values, IDS) if shares else 0
+        if size <= shared - inside.start and shared < inside.stop - 1:
+            self._fork = shared
+        before = spans_of(self._fork, size, inside.start) if self._fork else []
+        return before + spans_of(inside.stop, size, self._fork or inside.start)
+
     @property
     def _tokens(self) -> Tensor:
         """The tokens' ids, or what the caller has looked up for them."""
-        return self._batch[self._name]
+        return self._inputs.tokens
 
     @property
     def length(self) -> int:
         """Tokens of the sequence."""
-        return self._tokens.shape[1]
+        return self._inputs.length
+
+    @property
+    def _text_positions(self) -> Tensor | None:
+        """The positions `[rows, sequence]` by which `transformers` tells rows of a pack: where
+        there are several kinds, the first. None: the model counts them."""
+        positions = self._inputs.positions
+        return positions if positions is None or positions.dim() == 2 else positions[0]
 
     @property
     def parts(self) -> Sequence[Span]:
@@ -222,7 +203,7 @@ class ChunkedRows:
             else:
                 if hidden is None:
                     shape = (len(self._tokens), self.length, *front.hidden.shape[2:])
-                    hidden = allocate(shape, front.hidden.dtype).zero_()
+                    hidden = allocate(shape, front.hidden.dtype)
                 hidden[:, self.spans[chunk].slice] = front.hidden
             self._calls[chunk] = front.calls
             most = MOST_IN_HOST if allocate is not None else most_of_calls(hidden_bytes)
@@ -244,11 +225,21 @@ class ChunkedRows:
         """Return the rows for which a chunk is computed: the first one, if all have its tokens."""
         return slice(1) if self.spans[chunk].stop <= self._fork else slice(None)
 
-    def states(self, number: int) -> ChunkStates:
-        """Return what takes the states of a layer through which the chunks are to go."""
+    def states(self, number: int, host_keys: HostKeys | None = None) -> ChunkStates:
+        """Return what takes the states of a layer through which the chunks are to go.
+
+        Args:
+            number: the layer.
+            host_keys: has keys and values wait in host memory, unless somebody takes them; None:
+                they are on the device.
+        """
         division = self._division
         if division is None:
-            states = ChunkStates(self.spans[-1].stop, self._fork, len(self._tokens))
+            shape = self.spans[-1].stop, self._fork, len(self._tokens)
+            if host_keys is None or self._finished is not None:
+                states = ChunkStates(*shape)
+            else:
+                states = host_keys.states(*shape)
         else:
             names = division.states.get(number, ())
             row = division.of(self.length)
@@ -275,21 +266,20 @@ class ChunkedRows:
         return calls[number]
 
     def _keeps_packs(self) -> bool:
-        """Whether the model itself keeps attention within the rows of a pack."""
+        """Whether the model itself keeps attention within the rows of a pack, by as many kinds of
+        positions as there are."""
         tokens = self._tokens[:1, : len(PACK)]
-        positions = torch.tensor([PACK], device=tokens.device)[:, : tokens.shape[1]]
-        sample = {self._name: tokens, POSITIONS: positions}
+        pack = torch.tensor([PACK], device=tokens.device)[:, : tokens.shape[1]]
+        positions = self._inputs.positions
+        if positions is not None and positions.dim() == 3:
+            pack = pack.expand(len(positions), *pack.shape)
+        sample = {self._inputs.name: tokens, POSITIONS: pack}
         return asks_for_packs(partial(self._front, sample, None, again=True))
-
-    @property
-    def _name(self) -> str:
-        """What the model calls its tokens."""
-        return IDS if IDS in self._batch else EMBEDDINGS
 
     @property
     def masked(self) -> bool:
         """Whether a mask says which tokens are padding."""
-        return MASK in self._batch
+        return self._inputs.padding is not None
 
     def sample(self, length: int, size: int) -> tuple[Prelude, ChunkedRows]:
         """Return what the model makes of the first `length` tokens up to its layers, and the same
@@ -298,17 +288,22 @@ class ChunkedRows:
         tokens = self._tokens[:1, :length].detach()
         repeats = -(-length // tokens.shape[1])
         tokens = tokens.repeat(1, repeats, *[1] * (tokens.dim() - 2))[:, :length]
-        batch = {self._name: tokens}
+        batch = {self._inputs.name: tokens}
         if self.masked:
             batch[MASK] = tokens.new_ones(tokens.shape[:2], dtype=torch.long)
             batch[MASK][:, :PADDING] = 0
+        elif isinstance(mask := self._inputs.values.get(MASK), Tensor):
+            # without one the layers might see later tokens
+            batch[MASK] = causal_like(mask, length, self.cache.kinds[0].window)
         prelude = self._front(batch, None, again=True)
-        return prelude, ChunkedRows(self._model, self._layers, self._front, batch, size)
+        inputs = TokenInputs(batch)
+        rows = ChunkedRows(self._model, self._layers, self._front, inputs, size)
+        return Prelude(prelude.hidden, tuple(_alone(prelude.calls))), rows
 
     def _embeddings(self, *, differentiate: bool) -> Tensor | None:
         """Return what the model looks up for all tokens, where somebody has a hook on it: noise
         goes by the length of the sequence. None: nobody has."""
-        if IDS not in self._batch:
+        if self._inputs.name != IDS:
             return None
         try:
             table = self._model.get_input_embeddings()
@@ -332,47 +327,58 @@ class ChunkedRows:
         stand for their ids."""
         span = self.spans[chunk]
         self.cache.move(span)
+        inputs = self._inputs if embeddings is None else self._inputs.looked_up(embeddings)
+        part = inputs.part(span, self.rows_of(chunk))
         with ExitStack() as stack:
             for context in self._contexts():
                 stack.enter_context(context)
             try:
-                front = self._front(
-                    self._cut(span, self.rows_of(chunk), embeddings),
-                    self.cache,
-                    differentiate=differentiate,
-                    again=again,
-                )
+                front = self._front(part, self.cache, differentiate=differentiate, again=again)
             except PASSED_THROUGH_THE_MODEL as error:
                 if is_out_of_memory(error):
                     raise
                 raise refusal(f"the model does not run on a chunk: {error}") from error
-        if not all(call.bare and not call.after for call in front.calls):
-            raise refusal("its layers hand on more than the hidden state")
-        if any(tensor.requires_grad for tensor in tensors_in(_arguments(front.calls))):
+        calls = _alone(front.calls)
+        if any(tensor.requires_grad for tensor in tensors_in(_arguments(calls))):
             raise refusal("its layers are given something that trains before them")
-        return front
+        masks = {id(leaf) for leaf in tree_leaves(part.get(MASK))} if inputs.masks else set()
+        return Prelude(front.hidden, tuple(self._with_kept_keys(calls, masks)))
+
+    def _with_kept_keys(
+        self, calls: Sequence[LayerCall], masks: Collection[int]
+    ) -> Iterator[LayerCall]:
+        """Yield the calls of all layers with masks that have the keys which the cache hands them.
+
+        Args:
+            calls: of a chunk.
+            masks: the `id` of each mask that was made before, of all keys up to the chunk's end.
+        """
+        span = self.cache.span
+        size = span.stop - span.start
+        for number, call in enumerate(calls):
+            if not masks or not self.cache.kinds[number].attends:
+                yield call
+                continue
+            _, first = self.cache.get_mask_sizes(size, number)
+            keys = Span(first, span.stop)
+
+            def cut(leaf: object, keys: Span = keys) -> object:
+                if isinstance(leaf, Tensor) and id(leaf) in masks:
+                    return pairs_of(leaf, Span(0, size), keys)
+                return leaf
+
+            yield call.with_arguments(changed(call.args, cut), changed(call.kwargs, cut))
 
     def _contexts(self) -> Iterable[AbstractContextManager[None]]:
         """Yield the contexts in which the model is called on a chunk."""
-        positions = self._batch.get(POSITIONS)
+        positions = self._inputs.positions
         yield block_masks()
         if self._tables:
             last = torch.tensor(self.length - 1, device=self._tokens.device)
             yield rotary_of_length(self._tables, last if positions is None else positions.max())
-        if self._numbers is not None and positions is not None:
+        if self._numbers is not None and self._text_positions is not None:
             attention = self._model.config.get_text_config()._attn_implementation
-            yield packed_rows(attention, positions, self._numbers)
-
-    def _cut(self, span: Span, rows: slice, embeddings: Tensor | None) -> dict[str, Tensor]:
-        """Return a chunk's part of what the model takes. A mask is of all tokens up to its end."""
-        batch = self._batch
-        if embeddings is not None:
-            batch = {name: tensor for name, tensor in batch.items() if name != IDS}
-            batch[EMBEDDINGS] = embeddings
-        return {
-            name: tensor[rows, : span.stop] if name == MASK else tensor[rows, span.slice]
-            for name, tensor in batch.items()
-        }
+            yield packed_rows(attention, self._text_positions, self._numbers)
 
     def _call_bytes(self) -> int:
         """Bytes of what the calls hold on the device."""
@@ -428,10 +434,9 @@ def _arguments(calls: Iterable[LayerCall]) -> list[object]:
     return [call.captured_values for call in calls]
 
 
-def _check_inputs(batch: Mapping[str, Tensor], tokens: Tensor) -> None:
-    if unknown := sorted(batch.keys() - INPUTS - {EMBEDDINGS}):
-        raise refusal(f"batches have {', '.join(unknown)}, which may belong to the whole sequence")
-    shape = tokens.shape[:2]
-    for name, tensor in batch.items():
-        if tensor is not tokens and tensor.shape != shape:
-            raise refusal(f"{name} is {[*tensor.shape]}, not {[*shape]} as the tokens are")
+def _alone(calls: Iterable[LayerCall]) -> list[LayerCall]:
+    """Return the calls of layers that run one at a time. `ConfigError`: they need each other."""
+    alone = [call.alone() for call in calls]
+    if any(call is None for call in alone):
+        raise refusal("its layers hand on more than the hidden state")
+    return [call for call in alone if call is not None]

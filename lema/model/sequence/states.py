@@ -9,14 +9,15 @@ chunk that has made them; so does the gradient of a state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["Attended", "ChunkStates", "Span"]
+__all__ = ["Attended", "AttendedBlocks", "ChunkStates", "Span"]
 
 
 class Span(NamedTuple):
@@ -29,6 +30,10 @@ class Span(NamedTuple):
     def slice(self) -> slice:
         """The same as a slice."""
         return slice(self.start, self.stop)
+
+    def within(self, span: Span) -> Span:
+        """Return where the tokens are that `span` has at these places."""
+        return Span(span.start + self.start, span.start + self.stop)
 
 
 class _Buffer:
@@ -133,8 +138,27 @@ class _Extended(torch.autograd.Function):
         return buffer.add_gradients(gradients, span, first), None, None, None
 
 
+class AttendedBlocks(Protocol):
+    """The keys and values that a chunk attends to, and the sums of their gradients, of which
+    attention has one block at a time."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether all are on the device at once."""
+
+    def block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values from `start` to before `stop`, `[rows, heads, n, width]`. Blocks
+        are asked for in ascending order."""
+
+    def gradients(self, start: int, stop: int) -> AbstractContextManager[tuple[Tensor, Tensor]]:
+        """Return a context with the sums of the gradients of a block, to add to in it."""
+
+    def own_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of those that the graph has made."""
+
+
 class Attended:
-    """The keys and values that a chunk attends to, and the sums of their gradients.
+    """The keys and values that a chunk attends to, and the sums of their gradients, on the device.
 
     Args:
         keys: of all tokens.
@@ -142,6 +166,8 @@ class Attended:
         span: the chunk.
         first: the first token that is attended to.
     """
+
+    on_device = True
 
     def __init__(self, keys: _Buffer, values: _Buffer, span: Span, first: int) -> None:
         self._keys = keys
@@ -159,6 +185,12 @@ class Attended:
         part = slice(self._first, self._span.stop)
         rows = self._keys.rows_at(self._span.stop)
         return self._keys.sums()[rows, ..., part, :], self._values.sums()[rows, ..., part, :]
+
+    @contextmanager
+    def gradients(self, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the sums of the gradients of a block, to add to in the `with` block."""
+        keys, values = self.sums()
+        yield keys[..., start:stop, :], values[..., start:stop, :]
 
     def own_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the gradients of the chunk's own keys and values."""
@@ -276,7 +308,7 @@ class ChunkStates:
         """Return the states that the last chunk has left, by name."""
         return {name: state.last() for name, state in self._states.items()}
 
-    def attended(self, span: Span, first: int) -> Attended:
+    def attended(self, span: Span, first: int) -> AttendedBlocks:
         """Return the keys and values from token `first` to the end of a chunk, by blocks."""
         return Attended(self._keys, self._values, span, first)
 

@@ -18,12 +18,16 @@ from lema.config.units import human_bytes
 from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.sequence.chunks import MOST_IN_HOST, ChunkedRows, most_of_calls
-from lema.model.sequence.states import ChunkStates
+from lema.model.sequence.host_keys import HostKeys, HostStates
+from lema.model.sequence.token_inputs import TokenInputs
+from lema.plan.work.carrier import CarrierWithoutValues
 from lema.plan.work.meter import Tally, without_values
 from lema.plan.work.workload import LayerWork, MicroBatch, Workload, fake_weights, learn
 from lema.stream.placement import LayerBytes
 
 __all__ = ["chunks_note", "in_chunks"]
+
+KEYS_IN_HOST = "keys and values of a layer wait in host memory, block by block"
 
 
 def in_chunks(
@@ -48,11 +52,11 @@ def in_chunks(
     """
     if batch.chunk is None or not batch.is_cut:
         return work
-    with without_values(split.model):
+    with without_values(split.model), split.tiles.sized(batch.tile):
         learn(split, layers)
         # Packs are not looked for, because that is a question about values. Masks are as large.
         inputs = {"input_ids": torch.ones(batch.rows, batch.length, dtype=torch.long)}
-        rows = split.rows_in_chunks(inputs, batch.chunk)
+        rows = split.rows_in_chunks(TokenInputs(inputs), batch.chunk)
         with Tally(split.parallel) as tally:
             tally.leave_out([*inputs.values(), *split.model.parameters(), *split.model.buffers()])
             prelude = rows.front(len(rows.spans) - 1)
@@ -64,7 +68,7 @@ def in_chunks(
             if tally.counts(tensor)
         }
         terms = [
-            _terms(split, work.kinds.index(kind), layers, rows, work)
+            _terms(split, work.kinds.index(kind), layers, rows, work, host_keys=batch.host_keys)
             for kind in range(len(work.works))
         ]
         seen = [
@@ -133,7 +137,8 @@ def chunks_note(batch: MicroBatch, work: Workload | None) -> str | None:
         "states between chunks": max(layer.handed_on_bytes for layer in work.works),
     }
     parts = [f"{human_bytes(size // batch.rows)} of {what}" for what, size in sizes.items() if size]
-    return f"{note}; one layer keeps at most {' and '.join(parts)} of it"
+    note = f"{note}; one layer keeps at most {' and '.join(parts)} of it"
+    return f"{note}; {KEYS_IN_HOST}" if work.paged_bytes else note
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,9 @@ class ChunkTerms:
     input_gradient: int  # of the whole row, put together of those of chunks
     output: int  # of the whole row, in the forward
     copied: int  # of the part of a layer's input that one chunk is, where the rest is elsewhere
+    pages: int = 0  # of keys and values, after the forward, where they wait in host memory
+    # where they do: keys and values of the whole row, and the sums of their gradients
+    in_host: tuple[int, int] = (0, 0)
 
     @property
     def in_backward(self) -> int:
@@ -162,7 +170,7 @@ class ChunkTerms:
     @property
     def after_forward(self) -> int:
         """Bytes after the forward, the output included."""
-        return self.keys_values + self.states + self.output
+        return self.keys_values + self.pages + self.states + self.output
 
     @property
     def at_top(self) -> int:
@@ -180,8 +188,9 @@ def _with_rows_on_device(work: LayerWork, terms: ChunkTerms) -> LayerWork:
         top_bytes=terms.at_top,
         product_bytes=0,
         product_flops=0,
-        keys_values_bytes=terms.keys_values,
-        key_gradient_bytes=terms.key_gradients,
+        keys_values_bytes=terms.keys_values + terms.in_host[0],
+        key_gradient_bytes=terms.key_gradients + terms.in_host[1],
+        paged_bytes=sum(terms.in_host),
         handed_on_bytes=terms.states,
         chunk_bytes=terms.chunk,
     )
@@ -223,6 +232,8 @@ def _terms(
     layers: Sequence[LayerBytes],
     rows: ChunkedRows,
     workload: Workload,
+    *,
+    host_keys: bool,
 ) -> ChunkTerms:
     layer = split.layers[index]
     weights = fake_weights(layers[index])
@@ -230,7 +241,7 @@ def _terms(
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
-    states = ChunkStates(rows.spans[-1].stop)
+    states = rows.states(index, HostKeys(CarrierWithoutValues()) if host_keys else None)
     before, last = range(len(rows.spans))[-2:]
     with Tally(split.parallel) as tally:
         tally.leave_out([*parameters, *weights.values(), *layer.buffers()])
@@ -244,14 +255,18 @@ def _terms(
         hidden = _hidden(rows, workload)
         with torch.no_grad():
             run(before, hidden[:, rows.spans[before].slice])
-        keys_values = states.nbytes - states.handed_on_bytes
+        after_forward = states.nbytes - states.handed_on_bytes
+        keys_values = 0 if host_keys else after_forward
         of_one_chunk = states.handed_on_bytes
         tally.restart_peak()
         leaf = hidden[:, rows.spans[last].slice].detach().requires_grad_()
         with torch.enable_grad():
             output = run(last, leaf)
         torch.autograd.backward([output], [torch.empty_like(output)])
-        key_gradients = states.nbytes - states.handed_on_bytes - keys_values
+        in_host = states.host_bytes if isinstance(states, HostStates) else (0, 0)
+        key_gradients = 0
+        if not host_keys:
+            key_gradients = states.nbytes - states.handed_on_bytes - keys_values
         peak = tally.peak
     for parameter in parameters:
         parameter.grad = None
@@ -263,6 +278,8 @@ def _terms(
         input_gradient=hidden.nbytes,
         output=hidden.nbytes,
         copied=leaf.nbytes,
+        pages=after_forward - keys_values,
+        in_host=in_host,
     )
 
 

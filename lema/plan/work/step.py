@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 from lema.backend import Exchange
 from lema.config import LemaConfig
@@ -132,11 +133,15 @@ def tokens_at_once(config: LemaConfig, length: int) -> int | None:
 def micro_batch_of(config: LemaConfig, rows: int, length: int) -> MicroBatch:
     """Return a micro-batch of a run: what goes beside its rows is the objective's."""
     objective = objective_of(config)
-    size = config.chunk_tokens
+    at_once: dict[str, Any] = {
+        "chunk": config.chunk_tokens,
+        "tile": config.tile_tokens,
+        "host_keys": config.keys_values == "host",
+    }
     if objective is None:
-        return MicroBatch(rows, length, packed=bool(config.packing), chunk=size)
+        return MicroBatch(rows, length, packed=bool(config.packing), **at_once)
     more = objective.reference + 2 * objective.mismatched
-    return MicroBatch(rows, length, more, settled=True, chunk=size)
+    return MicroBatch(rows, length, more, settled=True, **at_once)
 
 
 def rows_each(config: LemaConfig) -> int:
@@ -287,6 +292,7 @@ def _with_activations(
     return replace(
         demand,
         in_host=in_host,
+        paged_bytes=workload.paged_bytes,
         working_bytes=workload.in_pieces(times) if demand.pieces else workload.working_bytes(times),
         # Hidden states of all micro-batches before a layer and after it; of one, the second is in
         # working_bytes.

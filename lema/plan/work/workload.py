@@ -55,6 +55,10 @@ class MicroBatch:
     packed: bool = False
     # tokens that go through a layer at once; None: all of a row
     chunk: int | None = None
+    # whether keys and values of the layer at work wait in host memory between chunks
+    host_keys: bool = False
+    # tokens of which modules that work token by token run at once; None: all
+    tile: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -96,6 +100,8 @@ class LayerWork:
     # states that chunks hand on to the next ones, of all chunks
     handed_on_bytes: int = 0
     key_gradient_bytes: int = 0  # the sums of gradients of these keys and values
+    # of keys, values and sums what waits in host memory, in whole pages
+    paged_bytes: int = 0
     chunk_bytes: int = 0  # what one chunk takes beside them, forward and backward
     top_bytes: int = 0  # more than `working_bytes`, in the top layer's backward
     square_flops: int = 0  # of all operations, those that grow with the square of a row's length
@@ -141,6 +147,11 @@ class Workload:
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""
         return self.works[self.kinds[layer]]
+
+    @property
+    def paged_bytes(self) -> int:
+        """Bytes of host memory for keys, values and gradients of the layer with most of them."""
+        return max(work.paged_bytes for work in self.works)
 
     def working_bytes(self, times: float) -> int:
         """Return the most that so many micro-batches need at once beside adapters and gradients,
@@ -202,9 +213,12 @@ def measure(
         split = Split(model, load("cpu"), parallel=parallel, cast=cast)
     trained = trained or [()] * len(layers)
     kinds = cost_kinds(split, layers, trained)
-    with without_values(model):
+    with without_values(model), split.tiles.sized(batch.tile):
         try:
-            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, measured)
+            work = _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, measured)
+            if batch.tile is not None and batch.tokens > batch.tile:
+                split.tiles.check_any(real=False)
+            return work
         except (*VALUES_NEEDED, LemaError) as error:
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 raise ModelError(

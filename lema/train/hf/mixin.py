@@ -77,14 +77,7 @@ class StreamingMixin(ReferenceMixin, Below):
         **kwargs: Any,
     ) -> None:
         if isinstance(model, str | PathLike):
-            arguments = next(
-                (
-                    argument
-                    for argument in (*args, *kwargs.values())
-                    if hasattr(argument, "per_device_train_batch_size")
-                ),
-                None,
-            )
+            arguments = _training_arguments((*args, *kwargs.values()))
             device = {} if arguments is None else {"device": arguments.device.type}
             if self._scores() and getattr(peft_config, "task_type", SCORES) is None:
                 peft_config = deepcopy(peft_config)
@@ -106,11 +99,12 @@ class StreamingMixin(ReferenceMixin, Below):
             how = f'open it with task_type="{SCORES}" in the LoraConfig'
             raise ConfigError(what, where=type(self).__name__, how=how)
         if model.opened.backend.replicas.size > 1:
-            # Because DistributedDataParallel counts the calls of the model, and a step calls it
-            # more than once.
-            what = "StreamingMixin needs a single process, because all batches of a step share it"
-            how = "start one process, or use one wide batch instead of the mixin"
-            raise ConfigError(what, where=type(self).__name__, how=how)
+            arguments = _training_arguments((*args, *kwargs.values()))
+            # The graph that DistributedDataParallel would search for unused parameters ends where
+            # the layers do, so all adapters would seem to be unused.
+            if arguments is not None and arguments.ddp_find_unused_parameters is None:
+                arguments.ddp_find_unused_parameters = False
+            _check_untied(model, type(self).__name__)
         self._batches: Sequence[Any] = ()
         self._joint: _JointStep | None = None
         super().__init__(model, *args, **kwargs)
@@ -156,6 +150,13 @@ class StreamingMixin(ReferenceMixin, Below):
         index = next((index for index, batch in enumerate(self._batches) if batch is inputs), None)
         if index is None or len(self._batches) == 1:
             return super().training_step(model, inputs, *args, **kwargs)
+        if getattr(model, "find_unused_parameters", False):
+            what = (
+                "DistributedDataParallel cannot find unused parameters of a model whose layers run "
+                "for all batches of a step at once"
+            )
+            how = "set ddp_find_unused_parameters=False in the trainer's arguments"
+            raise ConfigError(what, where=type(self).__name__, how=how)
         if self._joint is None:
             step = super().training_step
             stack = self.accelerator.unwrap_model(model).stack
@@ -182,6 +183,31 @@ class StreamingMixin(ReferenceMixin, Below):
             prepared.append(self._prepare_inputs(batch))
         self._step = count
         return prepared
+
+
+def _training_arguments(arguments: Sequence[Any]) -> Any:
+    """Return the `TrainingArguments` among a trainer's arguments; None: there are none."""
+    return next(
+        (value for value in arguments if hasattr(value, "per_device_train_batch_size")), None
+    )
+
+
+def _check_untied(model: StreamedPeftModel, where: str) -> None:
+    """Refuse, with `ConfigError`, embeddings that train and are the head as well: their gradients
+    are formed in two backwards of a step, and DistributedDataParallel takes them from one."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    trained = [
+        {id(weight) for weight in module.parameters() if weight.requires_grad}
+        for module in modules
+        if module is not None
+    ]
+    if len(trained) == len(modules) and set.intersection(*trained):
+        what = (
+            "several processes cannot run batches of a step together where embeddings train "
+            "that are the head as well"
+        )
+        how = "use one wide batch instead of the mixin, or start one process"
+        raise ConfigError(what, where=where, how=how)
 
 
 class _Reached(BaseException):

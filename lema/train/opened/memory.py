@@ -24,6 +24,7 @@ from lema.engine.layers.saving import Activations
 from lema.engine.optim import training_bytes
 from lema.model.outer_weights import ExpertParts, expert_parts
 from lema.model.sequence.division import RowDivision
+from lema.model.sequence.host_keys import HostKeys
 from lema.plan import Allocation
 from lema.plan.advice import advise
 from lema.plan.allocate import whether_recomputed
@@ -187,6 +188,8 @@ class MemoryUse:
         warn_of_no_use(config, shared=backend.memory().shared, lazy=opened.split.lazy)
         chunk = config.sequence_chunk
         chunk = self.planner.shape.micro_batch.chunk if chunk == "auto" else chunk
+        tile = config.mlp_tile_tokens
+        tile = self.planner.shape.micro_batch.tile if tile == "auto" else tile
         recompute = whether_recomputed(config)
         loss = loss_settings_of(config, backend.replicas.size)
         if loss.objective is not None:
@@ -218,7 +221,17 @@ class MemoryUse:
             reference=self._reference,
             sequence_chunk=chunk,
             division=self._division(chunk),
+            host_keys=HostKeys(backend) if self._keys_in_host else None,
+            tile_tokens=tile,
         )
+
+    @property
+    def _keys_in_host(self) -> bool:
+        """Whether keys and values wait in host memory between chunks."""
+        keys_values = self._config.keys_values
+        if keys_values == "auto":
+            return self.planner.shape.micro_batch.host_keys
+        return keys_values == "host"
 
     def _division(self, chunk: int | None) -> RowDivision | None:
         """Return how processes divide rows; None: each has rows of its own, as one that is alone

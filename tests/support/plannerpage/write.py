@@ -90,6 +90,7 @@ NAMES = {  # of these modules, the definitions that a plan without a model takes
     "lema.plan.plan": [
         "GB",
         "BOTTLENECKS",
+        "MOST_ADAPTERS",
         "MOST_TOKENS",
         "CURVE",
         "PlannedMemory",
@@ -102,6 +103,7 @@ NAMES = {  # of these modules, the definitions that a plan without a model takes
         "_epoch",
         "_memory",
         "_headroom",
+        "most_adapters",
         "_largest_micro_batch",
         "_of_rows",
         "_largest",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from learnerclient import Client, open_service, rows_body, serving
+from learnerclient import Answer, Client, open_service, rows_body, running, serving
 from test_learner_server import data
 from tiny import Checkpoint
 
@@ -228,6 +228,36 @@ def test_limits_of_a_client(ann: Client) -> None:
         lora_config={"rank": 2},
     )
     assert other.status == 404
+
+
+def test_adapters_beyond_the_memory_are_refused_in_a_sentence(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
+    limits = Limits(rank=64, sessions=2, models=2)
+    options = {"limits": limits, "reserve": (2, 4)}
+    with running(tmp_path / "kept", checkpoint_of("llama").streamed, **options) as (client, _):
+        session = client.session()
+        large = create(client, session, 0, rank=9)
+        assert large.status == 400  # and no 5xx, upon which clients would ask again and again
+        assert "an adapter of rank 9 takes" in large.json["error"]
+        assert "lower rank" in large.json["error"]
+        for number in range(2):
+            client.model(session, number, rank=4)
+        third = create(client, session, 2, rank=4)
+        assert third.status == 400
+        assert "your sessions have 2 models already" in third.json["error"]
+        # of what is finished nothing counts any more
+        other = client.session()
+        assert client.post("create_session", tags=[], sdk_version="0").status == 400
+        assert client.post(f"sessions/{session}/finish").status == 204
+        assert create(client, other, 0, rank=4).status == 200
+        metrics = client.ask("GET", "/metrics").body.decode()
+        assert "lema_learner_adapter_bytes 0" in metrics
+
+
+def create(client: Client, session: str, number: int, **lora: int) -> Answer:
+    asked = {"session_id": session, "model_seq_id": number, "base_model": "tiny"}
+    return client.post("create_model", **asked, lora_config=lora)
 
 
 def test_nothing_that_is_malformed_is_the_servers_fault(

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import lema
-from lema.errors import ConfigError, DataError, DiskError, LemaError
+from lema.errors import ConfigError, DataError, DiskError, LemaError, MemoryLimitError
 from lema_tools.learner import protocol
 from lema_tools.learner.access import Gate, Tokens
 from lema_tools.learner.jobs import Busy
@@ -82,6 +82,7 @@ def _errors(app: FastAPI, _: Service) -> None:
         DiskError: 507,
         DataError: 400,
         ConfigError: 400,
+        MemoryLimitError: 400,
         LemaError: 503,
     }
 
@@ -158,8 +159,7 @@ def _sessions(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{API}/session_heartbeat")
     async def heartbeat(owner: Owner, asked: protocol.OfSession) -> dict[str, Any]:
-        if service.session(owner, asked.session_id).finished:
-            raise Gone("the session is finished")
+        service.hear(owner, asked.session_id)
         return {"type": "session_heartbeat"}
 
     @app.get(f"{API}/sessions")

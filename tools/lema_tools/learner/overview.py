@@ -1,6 +1,7 @@
 """The server's own page: what it does, what waits, and how the adapters of a client train."""
 
 import time
+from collections.abc import Mapping
 
 from lema.config.units import human_bytes, human_count, human_duration
 from lema_tools.learner.service import Service
@@ -19,6 +20,8 @@ def gauges(service: Service) -> dict[str, float]:
         "models": len(service.jobs.waiting()),
         "device_memory_used_bytes": memory.used,
         "device_memory_peak_bytes": memory.peak,
+        "adapters_on_device": len(service.learner.adapters),
+        "adapter_bytes": service.learner.adapter_bytes,
         "tokens_per_second": service.meter.tokens_per_second(),
         "uptime_seconds": time.time() - service.meter.began,
     }
@@ -72,6 +75,14 @@ def _numbers(service: Service) -> str:
             ("Weights read", human_bytes(nbytes), f"{of_pass} a pass"),
             ("Optimizer steps", human_count(counts.get("optimizer_steps", 0)), "of all adapters"),
             ("Device memory", human_bytes(now["device_memory_used_bytes"]), f"at most {peak}"),
+            ("Adapters", f"{now['adapters_on_device']:g}", _of_adapters(service, now)),
             ("Up for", human_duration(now["uptime_seconds"]), ""),
         ]
     )
+
+
+def _of_adapters(service: Service, now: Mapping[str, float]) -> str:
+    """Return what the adapters on the device take of what they may take."""
+    taken = human_bytes(now["adapter_bytes"])
+    budget = service.learner.budget
+    return taken if budget is None else f"{taken} of {human_bytes(budget.nbytes)} on the device"

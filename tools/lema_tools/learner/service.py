@@ -46,6 +46,7 @@ from lema_tools.learner.worker import Worker
 __all__ = ["Gone", "Limits", "NotThere", "Service"]
 
 POLL_SECONDS = 20.0  # that an answer is waited for in one request
+SILENT_SECONDS = 3600.0  # after which a session whose client says nothing counts as finished
 Returned = TypeVar("Returned")
 
 
@@ -64,8 +65,8 @@ class Limits:
     Args:
         rank: of an adapter, at most.
         head: whether adapters adapt the head, where clients ask for it.
-        sessions: of a client that are not finished.
-        models: adapters of a client.
+        sessions: of a client that are live: neither finished, nor silent for an hour.
+        models: adapters of a client's live sessions.
         checkpoints: of an adapter.
     """
 
@@ -121,6 +122,8 @@ class Service:
         published = self._own_published if server is None else server.publish
         self._worker = Worker(learner, store, self.jobs, self.answers, self.meter, published)
         self._sessions = store.sessions()
+        # when each was heard of last; those of before are, when the server starts
+        self._heard = dict.fromkeys(self._sessions, time.monotonic())
         self._models: dict[ModelName, ModelFile] = {}
         self._digests: Recent[tuple[ModelName, int], str] = Recent()
         self._samplers: dict[str, SamplingSession] = {}
@@ -167,15 +170,27 @@ class Service:
 
     async def create_session(self, owner: str, metadata: Mapping[str, Any]) -> str:
         """Begin a session of a client. `ConfigError`: it has too many."""
-        mine = [one for one in self._sessions.values() if one.owner == owner and not one.finished]
-        if len(mine) >= self.limits.sessions:
+        live = [name for name in self.sessions(owner) if self._is_live(name)]
+        if len(live) >= self.limits.sessions:
             raise ConfigError(
-                f"there are {len(mine)} sessions already", how="finish one (ServiceClient.close)"
+                f"there are {len(live)} sessions already", how="finish one (ServiceClient.close)"
             )
         session = Session(new_session(), owner, time.time(), _texts(metadata))
         await _threaded(lambda: self._store.write_session(session))
         self._sessions[session.name] = session
+        self.hear(owner, session.name)
         return session.name
+
+    def _is_live(self, name: str) -> bool:
+        """Whether a session has a client: it is not finished, and was heard of."""
+        heard = self._heard.get(name, float("-inf"))
+        return not self._sessions[name].finished and time.monotonic() - heard < SILENT_SECONDS
+
+    def hear(self, owner: str, name: str) -> None:
+        """Note that a client's session lives. `Gone`: it is finished; `NotThere`: it is not."""
+        if self.session(owner, name).finished:
+            raise Gone("the session is finished")
+        self._heard[name] = time.monotonic()
 
     def session(self, owner: str, name: str) -> Session:
         """Return a session of a client. `NotThere`: it is not there."""
@@ -298,8 +313,12 @@ class Service:
                 where="lora_config",
                 how=f"ask for {self.limits.rank} at most",
             )
-        if len(self.models_of(owner)) >= self.limits.models:
-            raise ConfigError(f"there are {self.limits.models} models already", how="unload one")
+        live = [model for model in self.models_of(owner) if self._is_live(model.session)]
+        if len(live) >= self.limits.models:
+            raise ConfigError(
+                f"your sessions have {len(live)} models already",
+                how="save their states and finish a session (ServiceClient.close)",
+            )
 
     # Requests of adapters
 
@@ -355,8 +374,8 @@ class Service:
         digest = _digest(canonical(body))
         rows = read_rows(body)
         try:
-            rows.of_adapter(model.folder).check(self.learner.vocabulary, self.learner.longest)
-        except DataError as error:
+            self.learner.check_rows(rows.of_adapter(model.folder))
+        except (ConfigError, DataError) as error:
             return rows, f"{error.what}. {error.how}" if error.how else error.what, digest
         return rows, None, digest
 
