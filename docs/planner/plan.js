@@ -1,7 +1,7 @@
 // Made by tests/support/plannerpage/write.py from lema/plan and what it stands on; not to be
 // changed by hand.
 "use strict";
-const lemaFacts = {"defaults": {"strategy": "streaming", "gradient_checkpointing": "auto", "activation_offloading": false, "boundary_activations": "auto", "prefetch_depth": null, "torch_compile": false, "micro_batch_size": null, "deterministic": false, "packing": false, "tokens_per_step": null, "gradient_accumulation_steps": 1, "shard_weights": false, "shard_optimizer": false, "micro_batch_tokens": null, "sequence_parallel": false, "pad_to_multiple_of": null, "max_steps": null, "counts_tokens": false, "reference": null, "offloading_tier": null, "group_by_length": false, "shuffle": true, "seed": 42, "host_memory": null, "sequence_chunk": null}, "objectives": {"sft": {"examples": "rows", "loss": null}, "dpo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "ipo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "orpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "simpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "kto": {"examples": "labelled rows", "loss": {"reference": true, "mismatched": true}}}, "cards": ["t4", "4090", "h200"], "chunks": [1024, 256], "ranks": [8, 64], "lengths": [512, 1024, 2048, 4096, 8192, 16384, 32768], "lengthsOfHead": [512, 1024, 2048, 4096], "parts": [["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]], "dated": "profiles of lema/plan/machine.py, as of November 2026"};
+const lemaFacts = {"defaults": {"strategy": "streaming", "gradient_checkpointing": "auto", "activation_offloading": false, "boundary_activations": "auto", "prefetch_depth": null, "torch_compile": false, "micro_batch_size": null, "deterministic": false, "packing": false, "tokens_per_step": null, "gradient_accumulation_steps": 1, "shard_weights": false, "shard_optimizer": false, "micro_batch_tokens": null, "sequence_parallel": false, "pad_to_multiple_of": null, "max_steps": null, "counts_tokens": false, "reference": null, "offloading_tier": null, "group_by_length": false, "shuffle": true, "seed": 42, "host_memory": null, "sequence_chunk": null, "mlp_tile_tokens": null}, "objectives": {"sft": {"examples": "rows", "loss": null}, "dpo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "ipo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "orpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "simpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "kto": {"examples": "labelled rows", "loss": {"reference": true, "mismatched": true}}}, "cards": ["t4", "4090", "h200"], "chunks": [1024, 256], "ranks": [8, 64], "lengths": [512, 1024, 2048, 4096, 8192, 16384, 32768], "lengthsOfHead": [512, 1024, 2048, 4096], "parts": [["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]], "dated": "profiles of lema/plan/machine.py, as of November 2026"};
 const { Exception, BaseException, ValueError } = stubs;
 stubs.OBJECTIVES = new Map(Object.entries(lemaFacts.objectives));
 stubs.objective_of = (config) => lemaFacts.objectives[config.objective].loss;
@@ -1684,7 +1684,7 @@ const without_values = stubs.without_values;
 const Lease = stubs.Lease;
 const LayerBytes = stubs.LayerBytes;
 class MicroBatch {
-constructor(rows, length, forward_only = 0, settled = false, packed = false, chunk = null) { this.rows = rows; this.length = length; this.forward_only = forward_only; this.settled = settled; this.packed = packed; this.chunk = chunk; }
+constructor(rows, length, forward_only = 0, settled = false, packed = false, chunk = null, tile = null) { this.rows = rows; this.length = length; this.forward_only = forward_only; this.settled = settled; this.packed = packed; this.chunk = chunk; this.tile = tile; }
 get tokens() {
 const self = this;
 return py.mul(self.rows, self.length);
@@ -1695,7 +1695,7 @@ return py.both((self.chunk != null), () => py.gt(self.length, self.chunk));
 }
 }
 MicroBatch.isClass = true;
-MicroBatch.sig = ["rows", "length", "forward_only", "settled", "packed", "chunk"];
+MicroBatch.sig = ["rows", "length", "forward_only", "settled", "packed", "chunk", "tile"];
 MicroBatch.fields = MicroBatch.sig;
 class LayerWork {
 constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, chunk_bytes = 0, top_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.chunk_bytes = chunk_bytes; this.top_bytes = top_bytes; this.square_flops = square_flops; }
@@ -1864,14 +1864,14 @@ throw py.call(ConfigError, [what], {where: "micro_batch_tokens", how: how});
 return (((tokens == null) && (config.tokens_per_step != null)) ? length : tokens);
 }, ["config", "length"]);
 const micro_batch_of = py.named(function(config, rows, length) {
-let more, objective, size;
+let at_once, more, objective;
 objective = py.call(objective_of, [config]);
-size = config.chunk_tokens;
+at_once = new Map([["chunk", config.chunk_tokens], ["tile", config.tile_tokens]]);
 if ((objective == null)) {
-return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing), chunk: size});
+return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing), ...py.object(at_once)});
 }
 more = py.add(objective.reference, py.mul(2, objective.mismatched));
-return py.call(MicroBatch, [rows, length, more], {settled: true, chunk: size});
+return py.call(MicroBatch, [rows, length, more], {settled: true, ...py.object(at_once)});
 }, ["config", "rows", "length"]);
 const rows_each = py.named(function(config) {
 return (py.eq(py.item(OBJECTIVES, config.objective).examples, "pairs") ? 2 : 1);
@@ -2650,7 +2650,7 @@ const MicroBatch = lema_plan_work_workload.MicroBatch;
 const Workload = lema_plan_work_workload.Workload;
 const measure = stubs.measure;
 class Planner {
-constructor(config, blueprint, machine_state, workload, timings, shape, processes = 1, device_memory = null, note = "", backend = null, chooses_chunk = false, workload_cache = new Map()) { this.config = config; this.blueprint = blueprint; this.machine_state = machine_state; this.workload = workload; this.timings = timings; this.shape = shape; this.processes = processes; this.device_memory = device_memory; this.note = note; this.backend = backend; this.chooses_chunk = chooses_chunk; this.workload_cache = workload_cache; }
+constructor(config, blueprint, machine_state, workload, timings, shape, processes = 1, device_memory = null, note = "", backend = null, chooses_chunk = false, chooses_tile = false, workload_cache = new Map()) { this.config = config; this.blueprint = blueprint; this.machine_state = machine_state; this.workload = workload; this.timings = timings; this.shape = shape; this.processes = processes; this.device_memory = device_memory; this.note = note; this.backend = backend; this.chooses_chunk = chooses_chunk; this.chooses_tile = chooses_tile; this.workload_cache = workload_cache; }
 get limits() {
 const self = this;
 let device;
@@ -2723,6 +2723,9 @@ settings = new Map([["loss_chunk_tokens", self.config.loss_chunk_tokens]]);
 if (py.t(self.chooses_chunk)) {
 py.set(settings, "sequence_chunk", self.shape.micro_batch.chunk);
 }
+if (py.t(self.chooses_tile)) {
+py.set(settings, "mlp_tile_tokens", self.shape.micro_batch.tile);
+}
 is_full = py.ge(py.mul(rows, self.config.gradient_accumulation_steps), self.shape.num_rows);
 return ((py.t(is_full) || py.t(self.config.counts_tokens)) ? settings : new Map([...settings, ["micro_batch_size", rows]]));
 }
@@ -2756,7 +2759,7 @@ return py.le(py.sum(py.values(py.call(device_parts, [demand, allocation]))), sel
 }
 }
 Planner.isClass = true;
-Planner.sig = ["config", "blueprint", "machine_state", "workload", "timings", "shape", "processes", "device_memory", "note", "backend", "chooses_chunk", "workload_cache"];
+Planner.sig = ["config", "blueprint", "machine_state", "workload", "timings", "shape", "processes", "device_memory", "note", "backend", "chooses_chunk", "chooses_tile", "workload_cache"];
 Planner.fields = Planner.sig;
 Planner.prototype.demand.sig = ["shape", "workload", "scale"];
 Planner.prototype.allocation.sig = ["demand", "**"];
@@ -2807,6 +2810,7 @@ const replace = stubs.replace;
 const has_addresses = stubs.has_addresses;
 const ConfigError = stubs.ConfigError;
 const MemoryLimitError = stubs.MemoryLimitError;
+const TILES = stubs.TILES;
 const layers_stay = lema_plan_allocate.layers_stay;
 const untimed = lema_plan_allocate.untimed;
 const whether_recomputed = lema_plan_allocate.whether_recomputed;
@@ -2822,19 +2826,19 @@ const FEW_GROUPS = 8;
 const SETTING = "experts_per_slot";
 const SMALLEST = 256;
 class Choice {
-constructor(rows, chunk_tokens, head_in_pieces = false, experts = 0, runs_again = false, chunk = null) { this.rows = rows; this.chunk_tokens = chunk_tokens; this.head_in_pieces = head_in_pieces; this.experts = experts; this.runs_again = runs_again; this.chunk = chunk; }
+constructor(rows, chunk_tokens, head_in_pieces = false, experts = 0, runs_again = false, chunk = null, tile = null) { this.rows = rows; this.chunk_tokens = chunk_tokens; this.head_in_pieces = head_in_pieces; this.experts = experts; this.runs_again = runs_again; this.chunk = chunk; this.tile = tile; }
 }
 Choice.isClass = true;
-Choice.sig = ["rows", "chunk_tokens", "head_in_pieces", "experts", "runs_again", "chunk"];
+Choice.sig = ["rows", "chunk_tokens", "head_in_pieces", "experts", "runs_again", "chunk", "tile"];
 Choice.fields = Choice.sig;
 const choice_of = py.named(function(planner) {
-return new Choice(planner.shape.micro_batch.rows, planner.config.loss_chunk_tokens, py.bool(planner.blueprint.head_in_pieces), planner.blueprint.experts, planner.blueprint.runs_again, planner.shape.micro_batch.chunk);
+return new Choice(planner.shape.micro_batch.rows, planner.config.loss_chunk_tokens, py.bool(planner.blueprint.head_in_pieces), planner.blueprint.experts, planner.blueprint.runs_again, planner.shape.micro_batch.chunk, planner.shape.micro_batch.tile);
 }, ["planner"]);
 const cut = py.named(function(planner, choice) {
 let blueprint, longer, micro_batch;
 blueprint = py.call(_in_groups, [planner.blueprint, choice.experts], {runs_again: choice.runs_again});
 blueprint = py.call(_with_head, [blueprint], {in_pieces: choice.head_in_pieces});
-micro_batch = py.replace(planner.shape.micro_batch, {rows: choice.rows, chunk: choice.chunk});
+micro_batch = py.replace(planner.shape.micro_batch, {rows: choice.rows, chunk: choice.chunk, tile: choice.tile});
 longer = py.div(choice.rows, planner.shape.micro_batch.rows);
 planner = py.replace(planner, {blueprint: blueprint, config: py.method(planner.config, 'model_copy', [], {update: new Map([["loss_chunk_tokens", choice.chunk_tokens]])}), timings: ((planner.timings == null) ? null : planner.timings.times(longer)), shape: new StepShape(micro_batch, planner.shape.num_rows)});
 return ((planner.workload == null) ? planner : py.replace(planner, {workload: planner.work(micro_batch)}));
@@ -2874,21 +2878,67 @@ yield* py.iter(py.call(_smaller, [planner, first]));
 }
 }, ["planner"]);
 const best = py.named(function(planner) {
-let candidate, chosen, fits, fitting, high, length, low, middle, sizes;
-if (py.ne(planner.config.sequence_chunk, "auto")) {
+let batch, chosen, chunks, config, fits, fitting, sizes, smallest, tiles, uncut;
+config = planner.config;
+tiles = py.eq(config.mlp_tile_tokens, "auto");
+chunks = py.eq(config.sequence_chunk, "auto");
+if (!(py.t(tiles) || py.t(chunks))) {
 return py.item(py.call(_first_that_fits, [planner]), 0);
 }
-;[chosen, fits] = py.list(py.call(_first_that_fits, [py.call(_with_chunk, [planner, null])]));
+if (py.t(tiles)) {
+planner = py.call(_with_tile, [planner, null]);
+}
+uncut = (py.t(chunks) ? py.call(_with_chunk, [planner, null]) : planner);
+;[chosen, fits] = py.list(py.call(_first_that_fits, [uncut]));
 if ((py.t(fits) && py.t(py.call(_in_memory, [chosen])))) {
 return chosen;
 }
-length = planner.shape.micro_batch.length;
-sizes = (() => { const made$ = []; for (const t3 of py.iter(py.range(py.sub(py.bit_length(SMALLEST), 1), py.bit_length(py.sub(length, 1))))) { const power = t3; made$.push(py.shl(1, power)); } return made$; })();
+batch = planner.shape.micro_batch;
+smallest = chosen;
+if ((py.t(tiles) && py.t((sizes = py.call(_tile_sizes, [uncut]))))) {
+if (((fitting = py.call(_largest, [uncut, sizes, _with_tile])) != null)) {
+return fitting;
+}
+smallest = py.item(py.call(_first_that_fits, [py.call(_with_tile, [uncut, py.item(sizes, 0)])]), 0);
+}
+if ((py.t(chunks) && py.t((sizes = py.call(_sizes, [batch.length]))))) {
+if (((fitting = py.call(_largest, [planner, sizes, _with_chunk])) != null)) {
+return fitting;
+}
+smallest = py.item(py.call(_first_that_fits, [py.call(_with_chunk, [planner, py.item(sizes, 0)])]), 0);
+}
+return smallest;
+}, ["planner"]);
+const _sizes = py.named(function(tokens) {
+return (() => { const made$ = []; for (const t3 of py.iter(py.range(py.sub(py.bit_length(SMALLEST), 1), py.bit_length(py.sub(tokens, 1))))) { const power = t3; made$.push(py.shl(1, power)); } return made$; })();
+}, ["tokens"]);
+const _tile_sizes = py.named(function(planner) {
+let error, sizes;
+sizes = py.call(_sizes, [planner.shape.micro_batch.tokens]);
+try {
+if (py.t(sizes)) {
+py.call(_with_tile, [planner, py.item(sizes, (-1))]);
+}
+}
+catch (caught) {
+if (caught instanceof ConfigError) {
+error = caught;
+if (py.ne(error.where, TILES)) {
+throw caught;
+}
+return [];
+} else
+{ throw caught; }
+}
+return sizes;
+}, ["planner"]);
+const _largest = py.named(function(planner, sizes, with_size) {
+let candidate, fits, fitting, high, low, middle;
 ;[low, high] = py.list([0, py.len(sizes)]);
 fitting = null;
 while (py.lt(low, high)) {
 middle = py.floordiv(py.add(py.add(low, high), 1), 2);
-;[candidate, fits] = py.list(py.call(_first_that_fits, [py.call(_with_chunk, [planner, py.item(sizes, py.sub(middle, 1))])]));
+;[candidate, fits] = py.list(py.call(_first_that_fits, [py.call(with_size, [planner, py.item(sizes, py.sub(middle, 1))], {})]));
 if ((py.t(fits) && py.t(py.call(_in_memory, [candidate])))) {
 fitting = candidate;
 low = middle;
@@ -2896,11 +2946,13 @@ low = middle;
 high = py.sub(middle, 1);
 }
 }
-if ((fitting != null)) {
 return fitting;
-}
-return (py.t(sizes) ? py.item(py.call(_first_that_fits, [py.call(_with_chunk, [planner, py.item(sizes, 0)])]), 0) : chosen);
-}, ["planner"]);
+}, ["planner", "sizes", "with_size"]);
+const _with_tile = py.named(function(planner, tile) {
+let micro_batch;
+micro_batch = py.replace(planner.shape.micro_batch, {tile: tile});
+return py.replace(planner, {config: py.method(planner.config, 'model_copy', [], {update: new Map([["mlp_tile_tokens", tile]])}), shape: py.replace(planner.shape, {micro_batch: micro_batch}), workload: ((planner.workload == null) ? null : planner.work(micro_batch)), timings: null, chooses_tile: true});
+}, ["planner", "tile"]);
 const _with_chunk = py.named(function(planner, chunk) {
 let micro_batch;
 micro_batch = py.replace(planner.shape.micro_batch, {chunk: chunk});
@@ -2918,16 +2970,16 @@ const _first_that_fits = py.named(function(planner) {
 let candidate, choice, error, fastest, leased, refused;
 refused = null;
 candidate = planner;
-for (const t4 of py.iter(py.call(candidates, [planner]))) { choice = t4;
+for (const t5 of py.iter(py.call(candidates, [planner]))) { choice = t5;
 leased = [choice.head_in_pieces, choice.experts, choice.runs_again];
 if (py.eq(leased, refused)) {
 continue;
 }
 candidate = py.call(cut, [planner, choice]);
-let t5 = false;
+let t6 = false;
 try {
 candidate.needs();
-t5 = true;
+t6 = true;
 }
 catch (caught) {
 if (caught instanceof MemoryLimitError) {
@@ -2936,7 +2988,7 @@ refused = (py.has("device", error.where) ? refused : leased);
 } else
 { throw caught; }
 }
-if (t5) {
+if (t6) {
 fastest = ((candidate.timings == null) ? candidate : py.call(_fastest, [candidate]));
 return [fastest, true];
 }
@@ -2950,7 +3002,7 @@ return planner;
 }
 fastest = planner;
 least = py.call(_seconds, [planner]);
-while (py.t((quicker = (() => { const made$ = []; for (const t6 of py.iter((function*(t7) { for (const t8 of t7) { const choice = t8; yield py.call(cut, [fastest, choice]); } })(py.iter(py.call(_next_smaller, [fastest]))))) { const candidate = t6; if (py.lt((taken = py.call(_seconds, [candidate])), py.mul(WORTH_IT, least))) { made$.push([taken, candidate]); } } return made$; })()))) {
+while (py.t((quicker = (() => { const made$ = []; for (const t7 of py.iter((function*(t8) { for (const t9 of t8) { const choice = t9; yield py.call(cut, [fastest, choice]); } })(py.iter(py.call(_next_smaller, [fastest]))))) { const candidate = t7; if (py.lt((taken = py.call(_seconds, [candidate])), py.mul(WORTH_IT, least))) { made$.push([taken, candidate]); } } return made$; })()))) {
 ;[least, fastest] = py.list(py.min.call({key: ((pair) => (py.item(pair, 0)))}, quicker));
 }
 return fastest;
@@ -2990,24 +3042,24 @@ const _smaller = py.named(function*(planner, first) {
 let choices, counts, enough, length, row_counts, tokens;
 length = planner.shape.micro_batch.length;
 counts = [first.rows, ...py.iter(py.call(_fewer_rows, [planner]))];
-enough = py.max(1, py.sum((function*(t10) { for (const t11 of t10) { const rows = t11; yield py.ge(py.mul(rows, length), ENOUGH); } })(py.iter(counts))));
-for (const t12 of py.iter([py.slice(counts, null, enough, null), ...py.iter((function*(t13) { for (const t14 of t13) { const rows = t14; yield [rows]; } })(py.iter(py.slice(counts, enough, null, null))))])) { row_counts = t12;
-choices = (() => { const made$ = []; for (const t15 of py.iter(row_counts)) { const rows = t15; made$.push(py.replace(first, {rows: rows})); } return made$; })();
+enough = py.max(1, py.sum((function*(t11) { for (const t12 of t11) { const rows = t12; yield py.ge(py.mul(rows, length), ENOUGH); } })(py.iter(counts))));
+for (const t13 of py.iter([py.slice(counts, null, enough, null), ...py.iter((function*(t14) { for (const t15 of t14) { const rows = t15; yield [rows]; } })(py.iter(py.slice(counts, enough, null, null))))])) { row_counts = t13;
+choices = (() => { const made$ = []; for (const t16 of py.iter(row_counts)) { const rows = t16; made$.push(py.replace(first, {rows: rows})); } return made$; })();
 yield* py.iter(choices);
-for (const t16 of py.iter(LESS)) { tokens = t16;
-yield* py.iter((function*(t17) { for (const t18 of t17) { const choice = t18; if (py.has(tokens, py.call(_smaller_chunks, [py.call(cut, [planner, choice])]))) { yield py.replace(choice, {chunk_tokens: tokens}); } } })(py.iter(choices)));
+for (const t17 of py.iter(LESS)) { tokens = t17;
+yield* py.iter((function*(t18) { for (const t19 of t18) { const choice = t19; if (py.has(tokens, py.call(_smaller_chunks, [py.call(cut, [planner, choice])]))) { yield py.replace(choice, {chunk_tokens: tokens}); } } })(py.iter(choices)));
 }
 }
 }, ["planner", "first"]);
 const _next_smaller = py.named(function*(planner) {
 let choice, rows, tokens;
 choice = py.call(choice_of, [planner]);
-for (const t19 of py.iter(py.slice(py.call(_fewer_rows, [planner]), null, 1, null))) { rows = t19;
+for (const t20 of py.iter(py.slice(py.call(_fewer_rows, [planner]), null, 1, null))) { rows = t20;
 if (py.ge(py.mul(rows, planner.shape.micro_batch.length), ENOUGH)) {
 yield py.replace(choice, {rows: rows});
 }
 }
-for (const t20 of py.iter(py.call(_smaller_chunks, [planner]))) { tokens = t20;
+for (const t21 of py.iter(py.call(_smaller_chunks, [planner]))) { tokens = t21;
 if (py.eq(tokens, py.item(LESS, 0))) {
 yield py.replace(choice, {chunk_tokens: tokens});
 }
@@ -3037,7 +3089,7 @@ return [];
 if (py.le(planner.demand().working_bytes, work.most(0, planner.shape.num_micro_batches))) {
 return [];
 }
-return (() => { const made$ = []; for (const t21 of py.iter(LESS)) { const tokens = t21; if (py.lt(tokens, planner.shape.micro_batch.tokens)) { made$.push(tokens); } } return made$; })();
+return (() => { const made$ = []; for (const t22 of py.iter(LESS)) { const tokens = t22; if (py.lt(tokens, planner.shape.micro_batch.tokens)) { made$.push(tokens); } } return made$; })();
 }, ["planner"]);
 const _heads = py.named(function(blueprint) {
 if ((blueprint.head_in_pieces != null)) {
@@ -3071,10 +3123,10 @@ return null;
 throw py.call(ConfigError, [["experts cannot be leased in groups: ", py.format(why, "")].join('')], {where: SETTING, how: "set it to null"});
 }
 most = blueprint.most_experts;
-sizes = (py.t(py.isinstance(asked, py.int)) ? [asked] : (() => { const made$ = []; for (const t22 of py.iter(py.range(1, py.bit_length(most)))) { const halved = t22; made$.push(py.shr(most, halved)); } return made$; })());
-groups = (() => { const made$ = []; for (const t23 of py.iter(sizes)) { const size = t23; if ((!py.t(automatic) || py.ge(py.mul(size, FEW_GROUPS), most))) { made$.push([size, false]); } } return made$; })();
-groups = py.add(groups, (() => { const made$ = []; for (const t24 of py.iter(sizes)) { const size = t24; made$.push([size, true]); } return made$; })());
-for (const t25 of py.iter(groups)) { ;[size, runs_again] = py.list(t25);
+sizes = (py.t(py.isinstance(asked, py.int)) ? [asked] : (() => { const made$ = []; for (const t23 of py.iter(py.range(1, py.bit_length(most)))) { const halved = t23; made$.push(py.shr(most, halved)); } return made$; })());
+groups = (() => { const made$ = []; for (const t24 of py.iter(sizes)) { const size = t24; if ((!py.t(automatic) || py.ge(py.mul(size, FEW_GROUPS), most))) { made$.push([size, false]); } } return made$; })();
+groups = py.add(groups, (() => { const made$ = []; for (const t25 of py.iter(sizes)) { const size = t25; made$.push([size, true]); } return made$; })());
+for (const t26 of py.iter(groups)) { ;[size, runs_again] = py.list(t26);
 try {
 blueprint.parts_of(size);
 }
@@ -3101,9 +3153,9 @@ without_experts = ["a ", py.format(model_class, ""), " has no stacked experts, o
 other_rows = ["objective: ", py.format(config.objective, ""), " has other rows than those that train"].join('');
 lacks_addresses = py.both((backend != null), () => (!py.t(py.call(has_addresses, [backend.device]))));
 reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], ["context_parallel_size takes parts of rows through whole layers", (config.context_parallel_size != null)], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
-return py.next((function*(t27) { for (const t28 of t27) { const [what, applies] = py.list(t28); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
+return py.next((function*(t28) { for (const t29 of t28) { const [what, applies] = py.list(t29); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
 }, ["planner"]);
-return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, SMALLEST, WORTH_IT, _expert_groups, _fastest, _fewer_rows, _first_that_fits, _heads, _in_groups, _in_memory, _next_smaller, _seconds, _smaller, _smaller_chunks, _why_not_grouped, _with_chunk, _with_head, best, candidates, choice_of, cut, seconds_decide};
+return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, SMALLEST, WORTH_IT, _expert_groups, _fastest, _fewer_rows, _first_that_fits, _heads, _in_groups, _in_memory, _largest, _next_smaller, _seconds, _sizes, _smaller, _smaller_chunks, _tile_sizes, _why_not_grouped, _with_chunk, _with_head, _with_tile, best, candidates, choice_of, cut, seconds_decide};
 })();
 const lema_plan_plan = (() => {
 const math = stubs.math;
@@ -3151,6 +3203,7 @@ const Simulated = lema_plan_simulation_simulator.Simulated;
 const chunks_note = stubs.chunks_note;
 const StepShape = lema_plan_work_step.StepShape;
 const step_shape = lema_plan_work_step.step_shape;
+const tiles_note = stubs.tiles_note;
 const MicroBatch = lema_plan_work_workload.MicroBatch;
 const Workload = lema_plan_work_workload.Workload;
 const grown = lema_plan_work_workload.grown;

@@ -40,7 +40,7 @@ def adapters_now(module: nn.Module) -> Callable[[], AbstractContextManager[None]
     return computing
 
 
-def _set(choices: Iterable[tuple[BaseTunerLayer, bool, str | list[str]]]) -> None:
+def _set(choices: Iterable[tuple[Any, bool, Any]]) -> None:
     for wrapper, disabled, active in choices:
         wrapper._disable_adapters = disabled
         wrapper._active_adapter = active

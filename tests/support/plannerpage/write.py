@@ -140,6 +140,7 @@ SETTINGS = (  # of a run that a plan asks for, whose defaults the page has
     ),
     *("reference", "offloading_tier", "group_by_length", "shuffle", "seed", "host_memory"),
     "sequence_chunk",
+    "mlp_tile_tokens",
 )
 
 
