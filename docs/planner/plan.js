@@ -1063,6 +1063,7 @@ const WaitingPiece = stubs.WaitingPiece;
 const Carrier = stubs.Carrier;
 const DeviceSlots = stubs.DeviceSlots;
 const Download = stubs.Download;
+const Downloaded = stubs.Downloaded;
 const Upload = stubs.Upload;
 const has_addresses = stubs.has_addresses;
 const NO_TRACE = stubs.NO_TRACE;
@@ -1078,9 +1079,30 @@ return py.item(new Map([["device", 0], ["host", waiting], ["disk", py.min(waitin
 }, ["tier", "waiting", "largest"]);
 return {NUM_BUFFERS, boundaries_in_host, boundaries_on_device};
 })();
+const lema_activations_chunks_copies = (() => {
+const deque = stubs.deque;
+const contextmanager = stubs.contextmanager;
+const torch = stubs.torch;
+const Tensor = stubs.Tensor;
+const view_like = stubs.view_like;
+const Cut = stubs.Cut;
+const Carrier = stubs.Carrier;
+const DeviceSlots = stubs.DeviceSlots;
+const Download = stubs.Download;
+const SlotLayout = stubs.SlotLayout;
+const Span = stubs.Span;
+const Upload = stubs.Upload;
+const NUM_SLOTS = 2;
+const NUM_LEAVING = 2;
+const chunks_on_device = py.named(function(chunk_bytes) {
+return py.mul(py.add(py.mul(2, NUM_SLOTS), NUM_LEAVING), chunk_bytes);
+}, ["chunk_bytes"]);
+return {NUM_LEAVING, NUM_SLOTS, chunks_on_device};
+})();
 const lema_activations_stepstore = (() => {
 const tempfile = stubs.tempfile;
 const weakref = stubs.weakref;
+const AbstractContextManager = stubs.AbstractContextManager;
 const closing = stubs.closing;
 const contextmanager = stubs.contextmanager;
 const Path = stubs.Path;
@@ -1091,6 +1113,7 @@ const Key = stubs.Key;
 const Tier = stubs.Tier;
 const TierName = stubs.TierName;
 const make_tier = stubs.make_tier;
+const Cuts = stubs.Cuts;
 const DiskStore = stubs.DiskStore;
 const HostPool = stubs.HostPool;
 const HostStore = stubs.HostStore;
@@ -1181,10 +1204,10 @@ Overhead.fields = Overhead.sig;
 Overhead.prototype.rounding.sig = ["tensors", "parts"];
 const NO_OVERHEAD = new Overhead();
 class RowsInHost {
-constructor(working_bytes, flight_bytes, host_bytes) { this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.host_bytes = host_bytes; }
+constructor(working_bytes, flight_bytes, host_bytes, chunk_bytes) { this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.host_bytes = host_bytes; this.chunk_bytes = chunk_bytes; }
 }
 RowsInHost.isClass = true;
-RowsInHost.sig = ["working_bytes", "flight_bytes", "host_bytes"];
+RowsInHost.sig = ["working_bytes", "flight_bytes", "host_bytes", "chunk_bytes"];
 RowsInHost.fields = RowsInHost.sig;
 class Demand {
 constructor(layers, lowest = 0, outside_bytes = 0, buffer_bytes = 0, adapter_bytes = 0, working_bytes = 0, flight_bytes = 0, expanded_bytes = 0, boundary_bytes = 0, micro_boundary_bytes = 0, head_seconds = 0.0, outside_seconds = 0.0, gathered_bytes = 0, processes = 1, shared = false, training = new HostTraining(), pieces = 0, row_bytes = 0, overhead = NO_OVERHEAD, in_host = null) { this.layers = layers; this.lowest = lowest; this.outside_bytes = outside_bytes; this.buffer_bytes = buffer_bytes; this.adapter_bytes = adapter_bytes; this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.expanded_bytes = expanded_bytes; this.boundary_bytes = boundary_bytes; this.micro_boundary_bytes = micro_boundary_bytes; this.head_seconds = head_seconds; this.outside_seconds = outside_seconds; this.gathered_bytes = gathered_bytes; this.processes = processes; this.shared = shared; this.training = training; this.pieces = pieces; this.row_bytes = row_bytes; this.overhead = overhead; this.in_host = in_host; }
@@ -1261,7 +1284,7 @@ let gone;
 if (py.eq(allocation.saved_on, "device")) {
 return new Map([]);
 }
-gone = py.sorted(py.intersection(allocation.saved, demand.keeping));
+gone = py.sorted(py.intersection(allocation.saved, py.bound(demand, 'keeping')));
 return new Map((() => { const made$ = []; for (const t14 of py.iter(gone)) { const index = t14; made$.push([index, py.add(py.item(demand.layers, index).saved_bytes, demand.boundary_bytes)]); } return made$; })());
 }, ["demand", "allocation"]);
 const rows_in_host = py.named(function(demand, allocation) {
@@ -1273,13 +1296,16 @@ return 0;
 }
 return py.call(waiting_bytes, [demand, allocation]);
 }, ["demand", "allocation"]);
+const _read_again = py.named(function(demand, allocation) {
+return ((py.call(rows_in_host, [demand, allocation]) == null) ? 0 : py.call(_away, [demand, allocation]));
+}, ["demand", "allocation"]);
 const waiting_bytes = py.named(function(demand, allocation) {
 let count;
-count = py.sub(py.len(demand.keeping), py.len(py.intersection(allocation.saved, demand.keeping)));
+count = py.sub(py.len(py.bound(demand, 'keeping')), py.len(py.intersection(allocation.saved, py.bound(demand, 'keeping'))));
 return py.mul(count, demand.boundary_bytes);
 }, ["demand", "allocation"]);
 const phases = py.named(function(demand, allocation, speeds) {
-let _, disk_down, disk_up, down, in_memory, inputs, layers, link_down, link_up, loads_down, loads_up, moved, reads_down, reads_up, residents, saved, spilled, top, twice, up;
+let _, again, disk_down, disk_up, down, in_memory, inputs, layers, link_down, link_up, loads_down, loads_up, moved, reads_down, reads_up, residents, saved, spilled, top, twice, up;
 layers = demand.layers;
 twice = demand.visited_twice;
 top = py.item(layers, demand.top);
@@ -1297,6 +1323,9 @@ link_up = py.div(py.max(demand.total("upload_bytes", loads_up), moved), speeds.l
 link_down = py.div(py.add(demand.total("upload_bytes", loads_down), moved), speeds.link);
 link_down = py.max(link_down, py.div(py.sum((function*(t19) { for (const t20 of t19) { const layer = t20; yield layer.gradient_bytes; } })(py.iter(layers))), speeds.link));
 disk_up = py.div(py.add(py.add(demand.row_bytes, demand.total("read_bytes", reads_up)), spilled), speeds.disk);
+again = py.call(_read_again, [demand, allocation]);
+link_down = py.add(link_down, py.div(again, speeds.link));
+spilled = py.add(spilled, py.mul(again, py.eq(allocation.boundaries, "disk")));
 disk_down = py.div(py.add(demand.total("read_bytes", reads_down), spilled), speeds.disk);
 return [new Phase(up, link_up, disk_up), new Phase(down, link_down, disk_down)];
 }, ["demand", "allocation", "speeds"]);
@@ -1340,7 +1369,7 @@ Traffic.isClass = true;
 Traffic.sig = ["read", "uploaded", "downloaded"];
 Traffic.fields = Traffic.sig;
 const traffic = py.named(function(demand, allocation, steps, rewritten) {
-let gradients, in_memory, read, uploaded, waiting, weights;
+let back, gradients, in_memory, read, uploaded, waiting, weights;
 in_memory = py.or_(allocation.residents, allocation.host_cached);
 weights = py.named(function(stored_layers, what) {
 let before, down, first, first_step, later, up;
@@ -1356,9 +1385,10 @@ return new Traffic(read, 0, 0);
 uploaded = py.add(demand.outside_bytes, py.call(weights, [allocation.residents, "upload_bytes"], {}));
 waiting = py.add(py.call(_away, [demand, allocation]), py.sum(py.values(py.call(saved_elsewhere, [demand, allocation]))));
 gradients = py.sum((function*(t27) { for (const t28 of t27) { const layer = t28; yield layer.gradient_bytes; } })(py.iter(demand.layers)));
-return new Traffic(read, py.add(uploaded, py.mul(steps, waiting)), py.mul(steps, py.add(gradients, waiting)));
+back = py.add(waiting, py.call(_read_again, [demand, allocation]));
+return new Traffic(read, py.add(uploaded, py.mul(steps, back)), py.mul(steps, py.add(gradients, waiting)));
 }, ["demand", "allocation", "steps", "rewritten"]);
-return {Allocation, Demand, HostTraining, LayerCost, NO_OVERHEAD, Overhead, Phase, RowsInHost, Speeds, Tier, Traffic, _away, crossover, down_seconds, fetches, group_numbers, phases, rows_in_host, saved_elsewhere, seconds, traffic, waiting_bytes};
+return {Allocation, Demand, HostTraining, LayerCost, NO_OVERHEAD, Overhead, Phase, RowsInHost, Speeds, Tier, Traffic, _away, _read_again, crossover, down_seconds, fetches, group_numbers, phases, rows_in_host, saved_elsewhere, seconds, traffic, waiting_bytes};
 })();
 const lema_plan_memory = (() => {
 const boundaries_in_host = lema_activations_boundaries.boundaries_in_host;
@@ -1389,7 +1419,7 @@ saved = py.sum(py.values(py.call(saved_elsewhere, [demand, allocation])));
 training = demand.training;
 count = demand.processes;
 cached = py.sum((function*(t3) { for (const t4 of t3) { const index = t4; yield py.item(demand.layers, index).slot_bytes; } })(py.iter(allocation.host_cached)));
-return new Map([["ring", py.mul(count, py.call(_ring, [demand, allocation], {skip_cached: true}))], ["cached", py.mul(demand.host_copies, cached)], ["boundaries", py.mul(count, py.add(rows_bytes, py.call(boundaries_in_host, [tier, waiting, demand.micro_boundary_bytes])))], ["saved", py.mul(count, py.call(graphs_in_host, [allocation.saved_on, saved]))], ["masters", py.mul(count, training.masters)], ["moments", py.mul(count, training.moments)], ["waiting", py.mul(count, training.gradients)], ["stepping", py.mul(count, training.stepping)]]);
+return new Map([["ring", py.mul(count, py.call(_ring, [demand, allocation], {skip_cached: true}))], ["cached", py.mul(demand.host_copies, cached)], ["boundaries", py.mul(count, py.add(rows_bytes, py.call(boundaries_in_host, [tier, waiting, py.call(_largest_boundary, [demand, allocation])])))], ["saved", py.mul(count, py.call(graphs_in_host, [allocation.saved_on, saved]))], ["masters", py.mul(count, training.masters)], ["moments", py.mul(count, training.moments)], ["waiting", py.mul(count, training.gradients)], ["stepping", py.mul(count, training.stepping)]]);
 }, ["demand", "allocation"]);
 const _ring = py.named(function(demand, allocation, skip_cached) {
 let in_memory, through;
@@ -1398,15 +1428,21 @@ through = (() => { const made$ = []; for (const t5 of py.iter(demand.leased)) { 
 return py.call(ring_bytes, [allocation.slots, through]);
 }, ["demand", "allocation", "skip_cached"]);
 const _boundaries_on_device = py.named(function(demand, allocation) {
-let kept, own_bytes, waiting, with_graphs;
+let kept, largest, own_bytes, waiting, with_graphs;
 waiting = py.call(waiting_bytes, [demand, allocation]);
-kept = py.intersection(allocation.saved, demand.keeping);
+kept = py.intersection(allocation.saved, py.bound(demand, 'keeping'));
 with_graphs = py.sub(py.len(kept), py.len(py.call(saved_elsewhere, [demand, allocation])));
 own_bytes = 0;
-if ((py.call(rows_in_host, [demand, allocation]) == null)) {
-own_bytes = py.call(boundaries_on_device, [allocation.boundaries, waiting, demand.micro_boundary_bytes]);
+if (((py.call(rows_in_host, [demand, allocation]) == null) || !py.t(demand.shared))) {
+largest = py.call(_largest_boundary, [demand, allocation]);
+own_bytes = py.call(boundaries_on_device, [allocation.boundaries, waiting, largest]);
 }
 return py.add(own_bytes, py.mul(with_graphs, demand.boundary_bytes));
+}, ["demand", "allocation"]);
+const _largest_boundary = py.named(function(demand, allocation) {
+let in_host;
+in_host = py.call(rows_in_host, [demand, allocation]);
+return ((in_host == null) ? demand.micro_boundary_bytes : in_host.chunk_bytes);
 }, ["demand", "allocation"]);
 const _saved_on_device = py.named(function(demand, allocation) {
 let gone, layers, passing, staying;
@@ -1425,7 +1461,7 @@ layer_sizes = py.add(layer_sizes, (() => { const made$ = []; for (const t11 of p
 num_parts = py.sum((function*(t12) { for (const t13 of t12) { const part = t13; if ((py.has(part, ADDED_TO) || (py.t(py.item(tensors, part)) && py.hasnot(part, OF_LAYERS)))) { yield 1; } } })(py.iter(tensors)));
 return py.add(demand.overhead.workspaces, demand.overhead.rounding(layer_sizes, num_parts));
 }, ["demand", "allocation", "tensors"]);
-return {ADDED_TO, OF_LAYERS, _boundaries_on_device, _ring, _saved_on_device, _workspaces, device_parts, host_parts};
+return {ADDED_TO, OF_LAYERS, _boundaries_on_device, _largest_boundary, _ring, _saved_on_device, _workspaces, device_parts, host_parts};
 })();
 const lema_plan_budget = (() => {
 const math = stubs.math;
@@ -1488,7 +1524,7 @@ return py.call(_without_surplus, [demand, cautious, best, host_limit], {may_stre
 }, ["demand", "speeds", "num_slots", "device_limit", "host_limit", "host_cache", "recompute", "boundaries", "saved_on", "stay", "save", "products"]);
 const _candidates = py.named(function*(demand, num_slots, tiers, saved_on, stay, recompute) {
 let count, num_layers, residents, saved, saved_tier, tier;
-;[saved, saved_tier] = py.list((py.t(recompute) ? [py.frozenset(), py.item(_TIERS, 0)] : [py.frozenset(demand.keeping), saved_on]));
+;[saved, saved_tier] = py.list((py.t(recompute) ? [py.frozenset(), py.item(_TIERS, 0)] : [py.frozenset(py.bound(demand, 'keeping')), saved_on]));
 num_layers = py.len(demand.layers);
 for (const t6 of py.iter(py.range((py.t(stay) ? py.add(num_layers, 1) : 1)))) { count = t6;
 residents = py.frozenset(py.call(spread, [count, num_layers]));
@@ -1503,7 +1539,7 @@ return ((limit == null) ? math.inf : py.sub(limit, py.sum(py.values(parts))));
 const _saved_layers = py.named(function(demand, bare, free_bytes, products) {
 let _, activation_bytes, inputs, layers, part, product_layers, saved, saves;
 inputs = (py.eq(bare.boundaries, "device") ? 0 : demand.boundary_bytes);
-layers = new Map((() => { const made$ = []; for (const t8 of py.iter(py.call(scattered, [py.len(demand.layers)]))) { const index = t8; if (py.has(index, demand.keeping)) { made$.push([index, py.item(demand.layers, index)]); } } return made$; })());
+layers = new Map((() => { const made$ = []; for (const t8 of py.iter(py.call(scattered, [py.len(demand.layers)]))) { const index = t8; if (py.has(index, py.bound(demand, 'keeping'))) { made$.push([index, py.item(demand.layers, index)]); } } return made$; })());
 layers = new Map((() => { const made$ = []; for (const t9 of py.iter(py.items(layers))) { const [index, layer] = py.list(t9); if (!py.t(layer.groups)) { made$.push([index, layer]); } } return made$; })());
 activation_bytes = new Map((() => { const made$ = []; for (const t10 of py.iter(py.items(layers))) { const [index, layer] = py.list(t10); made$.push([index, py.add(layer.saved_bytes, inputs)]); } return made$; })());
 part = new Map((() => { const made$ = []; for (const t11 of py.iter(py.items(layers))) { const [index, layer] = py.list(t11); if ((py.t(products) && py.t(layer.product_bytes))) { made$.push([index, layer.product_bytes]); } } return made$; })());
@@ -1691,7 +1727,7 @@ return py.mul(self.rows, self.length);
 }
 get is_cut() {
 const self = this;
-return py.both((self.chunk != null), () => py.gt(self.length, self.chunk));
+return py.both((py.bound(self, 'chunk') != null), () => py.gt(self.length, py.bound(self, 'chunk')));
 }
 }
 MicroBatch.isClass = true;
@@ -1715,7 +1751,7 @@ HeadWork.isClass = true;
 HeadWork.sig = ["flops", "working_bytes", "exchange", "waiting_bytes"];
 HeadWork.fields = HeadWork.sig;
 class Workload {
-constructor(kinds, works, head, hidden_bytes, call_bytes, prelude_bytes, state_bytes, starts_below, entered, pieces = null, in_host = null) { this.kinds = kinds; this.works = works; this.head = head; this.hidden_bytes = hidden_bytes; this.call_bytes = call_bytes; this.prelude_bytes = prelude_bytes; this.state_bytes = state_bytes; this.starts_below = starts_below; this.entered = entered; this.pieces = pieces; this.in_host = in_host; }
+constructor(kinds, works, head, hidden_bytes, call_bytes, prelude_bytes, state_bytes, starts_below, entered, pieces = null, in_host = null, chunk_bytes = 0) { this.kinds = kinds; this.works = works; this.head = head; this.hidden_bytes = hidden_bytes; this.call_bytes = call_bytes; this.prelude_bytes = prelude_bytes; this.state_bytes = state_bytes; this.starts_below = starts_below; this.entered = entered; this.pieces = pieces; this.in_host = in_host; this.chunk_bytes = chunk_bytes; }
 of(layer) {
 const self = this;
 return py.item(self.works, py.item(self.kinds, layer));
@@ -1744,7 +1780,7 @@ return py.max(self.prelude_bytes, at_head, at_top, ...py.iter((function*(t3) { f
 }
 }
 Workload.isClass = true;
-Workload.sig = ["kinds", "works", "head", "hidden_bytes", "call_bytes", "prelude_bytes", "state_bytes", "starts_below", "entered", "pieces", "in_host"];
+Workload.sig = ["kinds", "works", "head", "hidden_bytes", "call_bytes", "prelude_bytes", "state_bytes", "starts_below", "entered", "pieces", "in_host", "chunk_bytes"];
 Workload.fields = Workload.sig;
 Workload.prototype.of.sig = ["layer"];
 Workload.prototype.working_bytes.sig = ["times"];
@@ -1776,6 +1812,7 @@ const lema_plan_work_step = (() => {
 const astuple = stubs.astuple;
 const dataclass = stubs.dataclass;
 const replace = stubs.replace;
+const chunks_on_device = lema_activations_chunks_copies.chunks_on_device;
 const Exchange = stubs.Exchange;
 const LemaConfig = stubs.LemaConfig;
 const OBJECTIVES = stubs.OBJECTIVES;
@@ -1931,12 +1968,12 @@ py.append(costs, new LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, ...p
 return costs;
 }, ["pieces", "product", "shared"]);
 const _with_activations = py.named(function(demand, workload, timings, shape) {
-let batch, extra_bytes, head_seconds, hidden, in_host, own_bytes, states, times;
+let batch, chunk_bytes, copied, extra_bytes, head_seconds, hidden, in_host, own_bytes, states, times;
 times = shape.num_micro_batches;
 batch = shape.micro_batch;
 hidden = py.round(py.mul(times, workload.hidden_bytes));
 demand = py.replace(demand, {lowest: (py.t(workload.starts_below) ? 0 : demand.lowest)});
-states = py.mul(py.mul(py.len(demand.keeping), workload.state_bytes), demand.shared);
+states = py.mul(py.mul(py.len(py.bound(demand, 'keeping')), workload.state_bytes), demand.shared);
 extra_bytes = py.add(workload.call_bytes, states);
 head_seconds = ((timings == null) ? 0.0 : py.mul(times, timings.head));
 if (py.t(demand.pieces)) {
@@ -1951,7 +1988,9 @@ head_seconds = py.add(head_seconds, py.mul(times, py.item(timings.layers, py.ite
 in_host = null;
 if (((workload.in_host != null) && !py.t(demand.pieces))) {
 own_bytes = py.add(py.sub(extra_bytes, workload.call_bytes), workload.in_host.call_bytes);
-in_host = py.call(RowsInHost, [workload.in_host.working_bytes(times)], {flight_bytes: py.round(py.mul(times, own_bytes)), host_bytes: py.add(hidden, py.min(hidden, workload.hidden_bytes))});
+chunk_bytes = workload.in_host.chunk_bytes;
+copied = (py.t(demand.shared) ? 0 : py.call(chunks_on_device, [chunk_bytes]));
+in_host = py.call(RowsInHost, [workload.in_host.working_bytes(times)], {flight_bytes: py.add(py.round(py.mul(times, own_bytes)), copied), host_bytes: py.add(hidden, py.min(hidden, workload.hidden_bytes)), chunk_bytes: chunk_bytes});
 }
 return py.replace(demand, {in_host: in_host, working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.forward_only), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
 }, ["demand", "workload", "timings", "shape"]);
@@ -2436,6 +2475,7 @@ const Speeds = lema_plan_cost.Speeds;
 const Tier = lema_plan_cost.Tier;
 const down_seconds = lema_plan_cost.down_seconds;
 const group_numbers = lema_plan_cost.group_numbers;
+const rows_in_host = lema_plan_cost.rows_in_host;
 const saved_elsewhere = lema_plan_cost.saved_elsewhere;
 const device_parts = lema_plan_memory.device_parts;
 const host_parts = lema_plan_memory.host_parts;
@@ -2498,7 +2538,7 @@ self.stream = stream;
 self.device = device;
 self.order = py.call(training_order, [py.len(demand.layers), demand.lowest]);
 self.away = new Map([]);
-for (const t12 of py.iter(demand.keeping)) { index = t12;
+for (const t12 of py.iter(py.bound(demand, 'keeping'))) { index = t12;
 if ((py.hasnot(index, allocation.saved) && py.ne(allocation.boundaries, "device"))) {
 py.set(self.away, index, [demand.boundary_bytes, allocation.boundaries]);
 }
@@ -2506,6 +2546,7 @@ py.set(self.away, index, [demand.boundary_bytes, allocation.boundaries]);
 for (const t13 of py.iter(py.items(py.call(saved_elsewhere, [demand, allocation])))) { ;[index, nbytes] = py.list(t13);
 py.set(self.away, index, [nbytes, allocation.saved_on]);
 }
+self.times = ((py.call(rows_in_host, [demand, allocation]) == null) ? 1 : 2);
 self._fetched = new Map([]);
 }
 announce() {
@@ -2590,6 +2631,7 @@ _bring_back(index) {
 const self = this;
 let _, device, here, nbytes, tier;
 ;[nbytes, tier] = py.list(py.item(self.away, index));
+nbytes = py.mul(nbytes, py.bound(self, 'times'));
 device = self.device;
 here = self.device.clock.now;
 if (py.eq(tier, "disk")) {
@@ -2721,7 +2763,7 @@ let is_full, rows, settings;
 rows = self.shape.micro_batch.rows;
 settings = new Map([["loss_chunk_tokens", self.config.loss_chunk_tokens]]);
 if (py.t(self.chooses_chunk)) {
-py.set(settings, "sequence_chunk", self.shape.micro_batch.chunk);
+py.set(settings, "sequence_chunk", py.bound(self.shape.micro_batch, 'chunk'));
 }
 is_full = py.ge(py.mul(rows, self.config.gradient_accumulation_steps), self.shape.num_rows);
 return ((py.t(is_full) || py.t(self.config.counts_tokens)) ? settings : new Map([...settings, ["micro_batch_size", rows]]));
@@ -2828,13 +2870,13 @@ Choice.isClass = true;
 Choice.sig = ["rows", "chunk_tokens", "head_in_pieces", "experts", "runs_again", "chunk"];
 Choice.fields = Choice.sig;
 const choice_of = py.named(function(planner) {
-return new Choice(planner.shape.micro_batch.rows, planner.config.loss_chunk_tokens, py.bool(planner.blueprint.head_in_pieces), planner.blueprint.experts, planner.blueprint.runs_again, planner.shape.micro_batch.chunk);
+return new Choice(planner.shape.micro_batch.rows, planner.config.loss_chunk_tokens, py.bool(planner.blueprint.head_in_pieces), planner.blueprint.experts, planner.blueprint.runs_again, py.bound(planner.shape.micro_batch, 'chunk'));
 }, ["planner"]);
 const cut = py.named(function(planner, choice) {
 let blueprint, longer, micro_batch;
 blueprint = py.call(_in_groups, [planner.blueprint, choice.experts], {runs_again: choice.runs_again});
 blueprint = py.call(_with_head, [blueprint], {in_pieces: choice.head_in_pieces});
-micro_batch = py.replace(planner.shape.micro_batch, {rows: choice.rows, chunk: choice.chunk});
+micro_batch = py.replace(planner.shape.micro_batch, {rows: choice.rows, chunk: py.bound(choice, 'chunk')});
 longer = py.div(choice.rows, planner.shape.micro_batch.rows);
 planner = py.replace(planner, {blueprint: blueprint, config: py.method(planner.config, 'model_copy', [], {update: new Map([["loss_chunk_tokens", choice.chunk_tokens]])}), timings: ((planner.timings == null) ? null : planner.timings.times(longer)), shape: new StepShape(micro_batch, planner.shape.num_rows)});
 return ((planner.workload == null) ? planner : py.replace(planner, {workload: planner.work(micro_batch)}));
@@ -3302,7 +3344,7 @@ let allocation, checkpoint, demand, model, on_disk, planner, saved, spilled;
 planner = needs.planner;
 demand = py.bound(needs, 'demand');
 allocation = py.bound(needs, 'allocation');
-spilled = py.mul(py.mul(py.len(demand.keeping), demand.boundary_bytes), py.eq(allocation.boundaries, "disk"));
+spilled = py.mul(py.mul(py.len(py.bound(demand, 'keeping')), demand.boundary_bytes), py.eq(allocation.boundaries, "disk"));
 saved = py.mul(py.sum(py.values(py.call(saved_elsewhere, [demand, allocation]))), py.eq(allocation.saved_on, "disk"));
 model = planner.blueprint.stored_bytes;
 checkpoint = planner.blueprint.checkpoint_bytes;
