@@ -82,13 +82,13 @@ def test_another_expert_is_chosen_only_where_two_scores_are_alike_to_rounding(
     directory = write_model(config, tmp_path / model_type)
     at_once = scores_of(directory, None, attention)
     in_chunks = scores_of(directory, CHUNK, attention)
-    for whole, cut in zip(at_once, in_chunks, strict=True):
-        distance = (whole - cut).abs().amax(dim=-1)
-        assert distance.max() <= ROUNDING * whole.abs().max()
-        chosen = [scores.topk(NUM_CHOSEN).indices.sort().values for scores in (whole, cut)]
-        others = (chosen[0] != chosen[1]).any(dim=-1)
-        ordered = whole.sort(dim=-1, descending=True).values
+    for expected, chunked in zip(at_once, in_chunks, strict=True):
+        distance = (expected - chunked).abs().amax(dim=-1)
+        assert distance.max() <= ROUNDING * expected.abs().max()
+        chosen = [scores.topk(NUM_CHOSEN).indices.sort().values for scores in (expected, chunked)]
+        differs = (chosen[0] != chosen[1]).any(dim=-1)
+        ordered = expected.sort(dim=-1, descending=True).values
         gap = ordered[..., NUM_CHOSEN - 1] - ordered[..., NUM_CHOSEN]
-        assert (gap[others] <= 2 * distance[others]).all()
-        if others.any():
+        assert (gap[differs] <= 2 * distance[differs]).all()
+        if differs.any():
             break  # what comes after a token's other expert differs by more than rounding
