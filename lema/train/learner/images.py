@@ -73,7 +73,7 @@ class LearnerImages:
             max_bytes=config.max_image_bytes,
         )
 
-    def made(self, content: bytes) -> dict[str, Tensor]:
+    def processed(self, content: bytes) -> dict[str, Tensor]:
         """Return what the processor makes of an image alone: its tokens, `[1, tokens]`, as are
         other columns of tokens, and its pixels.
 
@@ -105,7 +105,7 @@ class LearnerImages:
         columns: dict[str, Tensor] = {}
         for number, images in enumerate(rows):
             for image in images:
-                for name, value in self.made(image.content).items():
+                for name, value in self.processed(image.content).items():
                     if OF_TYPES in name:
                         column = columns.setdefault(name, value.new_zeros(input_ids.shape))
                         column[number, image.first : image.first + image.num_tokens] = value[0]
@@ -157,13 +157,13 @@ class RowOfChunks:
         self._tokens.append(tokens)
 
     def add_image(self, content: bytes) -> None:
-        """Add an image. `DataError`: see `LearnerImages.made`, or the row has too many."""
+        """Add an image. `DataError`: see `LearnerImages.processed`, or the row has too many."""
         if self._images is None:
             what = "a row has an image, and the server was started for text alone"
             how = "start it with --set modalities=all, if the model has a tower for images"
             raise DataError(what, where=WHERE, how=how)
         if len(self.images) >= MOST_IMAGES:
             raise DataError(f"a row has more than {MOST_IMAGES} images", where=WHERE)
-        block = self._images.made(content)["input_ids"][0].long()
+        block = self._images.processed(content)["input_ids"][0].long()
         self.images.append(RowImage(sum(map(len, self._tokens)), len(block), content))
         self._tokens.append(block)
