@@ -1,7 +1,7 @@
 // Made by tests/support/plannerpage/write.py from lema/plan and what it stands on; not to be
 // changed by hand.
 "use strict";
-const lemaFacts = {"defaults": {"strategy": "streaming", "gradient_checkpointing": "auto", "activation_offloading": false, "boundary_activations": "auto", "prefetch_depth": null, "torch_compile": false, "micro_batch_size": null, "deterministic": false, "packing": false, "tokens_per_step": null, "gradient_accumulation_steps": 1, "shard_weights": false, "shard_optimizer": false, "micro_batch_tokens": null, "sequence_parallel": false, "pad_to_multiple_of": null, "max_steps": null, "counts_tokens": false, "reference": null, "offloading_tier": null, "group_by_length": false, "shuffle": true, "seed": 42, "host_memory": null, "sequence_chunk": null}, "objectives": {"sft": {"examples": "rows", "loss": null}, "dpo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "ipo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "orpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "simpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "kto": {"examples": "labelled rows", "loss": {"reference": true, "mismatched": true}}}, "cards": ["t4", "4090", "h200"], "chunks": [1024, 256], "ranks": [8, 64], "lengths": [512, 1024, 2048, 4096, 8192, 16384, 32768], "lengthsOfHead": [512, 1024, 2048, 4096], "parts": [["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]], "dated": "profiles of lema/plan/machine.py, as of November 2026"};
+const lemaFacts = {"defaults": {"strategy": "streaming", "gradient_checkpointing": "auto", "activation_offloading": false, "boundary_activations": "auto", "prefetch_depth": null, "torch_compile": false, "micro_batch_size": null, "deterministic": false, "packing": false, "tokens_per_step": null, "gradient_accumulation_steps": 1, "shard_weights": false, "shard_optimizer": false, "micro_batch_tokens": null, "sequence_parallel": false, "pad_to_multiple_of": null, "max_steps": null, "counts_tokens": false, "reference": null, "offloading_tier": null, "group_by_length": false, "shuffle": true, "seed": 42, "host_memory": null, "sequence_chunk": null, "keys_values": "auto"}, "objectives": {"sft": {"examples": "rows", "loss": null}, "dpo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "ipo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "orpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "simpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "kto": {"examples": "labelled rows", "loss": {"reference": true, "mismatched": true}}}, "cards": ["t4", "4090", "h200"], "chunks": [1024, 256], "ranks": [8, 64], "lengths": [512, 1024, 2048, 4096, 8192, 16384, 32768], "lengthsOfHead": [512, 1024, 2048, 4096], "parts": [["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["keys", "keys, values and their gradients"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]], "dated": "profiles of lema/plan/machine.py, as of November 2026"};
 const { Exception, BaseException, ValueError } = stubs;
 stubs.OBJECTIVES = new Map(Object.entries(lemaFacts.objectives));
 stubs.objective_of = (config) => lemaFacts.objectives[config.objective].loss;
@@ -9,7 +9,7 @@ const lema_config_units = (() => {
 const math = stubs.math;
 const re = stubs.re;
 const ConfigError = stubs.ConfigError;
-const MEMORY_PARTS = new Map([["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]]);
+const MEMORY_PARTS = new Map([["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["keys", "keys, values and their gradients"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]]);
 const human_bytes = py.named(function(count) {
 return py.call(_scaled, [count, " ", ["B", "kB", "MB", "GB", "TB", "PB"]]);
 }, ["count"]);
@@ -1187,7 +1187,7 @@ RowsInHost.isClass = true;
 RowsInHost.sig = ["working_bytes", "flight_bytes", "host_bytes"];
 RowsInHost.fields = RowsInHost.sig;
 class Demand {
-constructor(layers, lowest = 0, outside_bytes = 0, buffer_bytes = 0, adapter_bytes = 0, working_bytes = 0, flight_bytes = 0, expanded_bytes = 0, boundary_bytes = 0, micro_boundary_bytes = 0, head_seconds = 0.0, outside_seconds = 0.0, gathered_bytes = 0, processes = 1, shared = false, training = new HostTraining(), pieces = 0, row_bytes = 0, overhead = NO_OVERHEAD, in_host = null) { this.layers = layers; this.lowest = lowest; this.outside_bytes = outside_bytes; this.buffer_bytes = buffer_bytes; this.adapter_bytes = adapter_bytes; this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.expanded_bytes = expanded_bytes; this.boundary_bytes = boundary_bytes; this.micro_boundary_bytes = micro_boundary_bytes; this.head_seconds = head_seconds; this.outside_seconds = outside_seconds; this.gathered_bytes = gathered_bytes; this.processes = processes; this.shared = shared; this.training = training; this.pieces = pieces; this.row_bytes = row_bytes; this.overhead = overhead; this.in_host = in_host; }
+constructor(layers, lowest = 0, outside_bytes = 0, buffer_bytes = 0, adapter_bytes = 0, working_bytes = 0, flight_bytes = 0, expanded_bytes = 0, boundary_bytes = 0, micro_boundary_bytes = 0, head_seconds = 0.0, outside_seconds = 0.0, gathered_bytes = 0, processes = 1, shared = false, training = new HostTraining(), pieces = 0, row_bytes = 0, overhead = NO_OVERHEAD, in_host = null, paged_bytes = 0) { this.layers = layers; this.lowest = lowest; this.outside_bytes = outside_bytes; this.buffer_bytes = buffer_bytes; this.adapter_bytes = adapter_bytes; this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.expanded_bytes = expanded_bytes; this.boundary_bytes = boundary_bytes; this.micro_boundary_bytes = micro_boundary_bytes; this.head_seconds = head_seconds; this.outside_seconds = outside_seconds; this.gathered_bytes = gathered_bytes; this.processes = processes; this.shared = shared; this.training = training; this.pieces = pieces; this.row_bytes = row_bytes; this.overhead = overhead; this.in_host = in_host; this.paged_bytes = paged_bytes; }
 get top() {
 const self = this;
 return py.sub(py.len(self.layers), 1);
@@ -1237,7 +1237,7 @@ return (py.t(self.gathered_bytes) ? self.processes : 1);
 }
 }
 Demand.isClass = true;
-Demand.sig = ["layers", "lowest", "outside_bytes", "buffer_bytes", "adapter_bytes", "working_bytes", "flight_bytes", "expanded_bytes", "boundary_bytes", "micro_boundary_bytes", "head_seconds", "outside_seconds", "gathered_bytes", "processes", "shared", "training", "pieces", "row_bytes", "overhead", "in_host"];
+Demand.sig = ["layers", "lowest", "outside_bytes", "buffer_bytes", "adapter_bytes", "working_bytes", "flight_bytes", "expanded_bytes", "boundary_bytes", "micro_boundary_bytes", "head_seconds", "outside_seconds", "gathered_bytes", "processes", "shared", "training", "pieces", "row_bytes", "overhead", "in_host", "paged_bytes"];
 Demand.fields = Demand.sig;
 Demand.prototype.total.sig = ["what", "numbers"];
 class Speeds {
@@ -1389,7 +1389,7 @@ saved = py.sum(py.values(py.call(saved_elsewhere, [demand, allocation])));
 training = demand.training;
 count = demand.processes;
 cached = py.sum((function*(t3) { for (const t4 of t3) { const index = t4; yield py.item(demand.layers, index).slot_bytes; } })(py.iter(allocation.host_cached)));
-return new Map([["ring", py.mul(count, py.call(_ring, [demand, allocation], {skip_cached: true}))], ["cached", py.mul(demand.host_copies, cached)], ["boundaries", py.mul(count, py.add(rows_bytes, py.call(boundaries_in_host, [tier, waiting, demand.micro_boundary_bytes])))], ["saved", py.mul(count, py.call(graphs_in_host, [allocation.saved_on, saved]))], ["masters", py.mul(count, training.masters)], ["moments", py.mul(count, training.moments)], ["waiting", py.mul(count, training.gradients)], ["stepping", py.mul(count, training.stepping)]]);
+return new Map([["ring", py.mul(count, py.call(_ring, [demand, allocation], {skip_cached: true}))], ["cached", py.mul(demand.host_copies, cached)], ["boundaries", py.mul(count, py.add(rows_bytes, py.call(boundaries_in_host, [tier, waiting, demand.micro_boundary_bytes])))], ["keys", py.mul(count, demand.paged_bytes)], ["saved", py.mul(count, py.call(graphs_in_host, [allocation.saved_on, saved]))], ["masters", py.mul(count, training.masters)], ["moments", py.mul(count, training.moments)], ["waiting", py.mul(count, training.gradients)], ["stepping", py.mul(count, training.stepping)]]);
 }, ["demand", "allocation"]);
 const _ring = py.named(function(demand, allocation, skip_cached) {
 let in_memory, through;
@@ -1684,7 +1684,7 @@ const without_values = stubs.without_values;
 const Lease = stubs.Lease;
 const LayerBytes = stubs.LayerBytes;
 class MicroBatch {
-constructor(rows, length, forward_only = 0, settled = false, packed = false, chunk = null) { this.rows = rows; this.length = length; this.forward_only = forward_only; this.settled = settled; this.packed = packed; this.chunk = chunk; }
+constructor(rows, length, forward_only = 0, settled = false, packed = false, chunk = null, host_keys = false) { this.rows = rows; this.length = length; this.forward_only = forward_only; this.settled = settled; this.packed = packed; this.chunk = chunk; this.host_keys = host_keys; }
 get tokens() {
 const self = this;
 return py.mul(self.rows, self.length);
@@ -1695,17 +1695,17 @@ return py.both((self.chunk != null), () => py.gt(self.length, self.chunk));
 }
 }
 MicroBatch.isClass = true;
-MicroBatch.sig = ["rows", "length", "forward_only", "settled", "packed", "chunk"];
+MicroBatch.sig = ["rows", "length", "forward_only", "settled", "packed", "chunk", "host_keys"];
 MicroBatch.fields = MicroBatch.sig;
 class LayerWork {
-constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, chunk_bytes = 0, top_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.chunk_bytes = chunk_bytes; this.top_bytes = top_bytes; this.square_flops = square_flops; }
+constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, paged_bytes = 0, chunk_bytes = 0, top_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.paged_bytes = paged_bytes; this.chunk_bytes = chunk_bytes; this.top_bytes = top_bytes; this.square_flops = square_flops; }
 at_once(times) {
 const self = this;
 return py.add(py.round(py.mul(py.max(times, 1.0), self.waiting_bytes)), py.bound(self, 'working_bytes'));
 }
 }
 LayerWork.isClass = true;
-LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes", "key_gradient_bytes", "chunk_bytes", "top_bytes", "square_flops"];
+LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes", "key_gradient_bytes", "paged_bytes", "chunk_bytes", "top_bytes", "square_flops"];
 LayerWork.fields = LayerWork.sig;
 LayerWork.prototype.at_once.sig = ["times"];
 class HeadWork {
@@ -1719,6 +1719,10 @@ constructor(kinds, works, head, hidden_bytes, call_bytes, prelude_bytes, state_b
 of(layer) {
 const self = this;
 return py.item(self.works, py.item(self.kinds, layer));
+}
+get paged_bytes() {
+const self = this;
+return py.max((function*(t1) { for (const t2 of t1) { const work = t2; yield work.paged_bytes; } })(py.iter(self.works)));
 }
 working_bytes(times) {
 const self = this;
@@ -1736,11 +1740,11 @@ return self.most(py.round(py.add(py.bound(self.pieces, 'working_bytes'), waiting
 most(head_bytes, times) {
 const self = this;
 let at_head, at_top, to_come, top;
-to_come = py.sum((function*(t1) { for (const t2 of t1) { const layer = t2; yield self.of(layer).gradient_bytes; } })(py.iter(py.range(py.len(self.kinds)))));
+to_come = py.sum((function*(t3) { for (const t4 of t3) { const layer = t4; yield self.of(layer).gradient_bytes; } })(py.iter(py.range(py.len(self.kinds)))));
 top = self.of(py.sub(py.len(self.kinds), 1));
 at_head = py.add(py.sub(head_bytes, to_come), py.round(py.mul(py.max(times, 1.0), top.waiting_bytes)));
 at_top = py.add(top.at_once(times), top.top_bytes);
-return py.max(self.prelude_bytes, at_head, at_top, ...py.iter((function*(t3) { for (const t4 of t3) { const work = t4; yield work.at_once(times); } })(py.iter(self.works))));
+return py.max(self.prelude_bytes, at_head, at_top, ...py.iter((function*(t5) { for (const t6 of t5) { const work = t6; yield work.at_once(times); } })(py.iter(self.works))));
 }
 }
 Workload.isClass = true;
@@ -1756,11 +1760,11 @@ start = first;
 double = second;
 result = start;
 if (py.t(py.isinstance(start, py.tuple))) {
-result = py.tuple((function*(t5) { for (const t6 of t5) { const pair = t6; yield py.call(grown, [...py.iter(pair), factor]); } })(py.iter(py.zip.call({strict: true}, start, double))));
+result = py.tuple((function*(t7) { for (const t8 of t7) { const pair = t8; yield py.call(grown, [...py.iter(pair), factor]); } })(py.iter(py.zip.call({strict: true}, start, double))));
 } else {
 if (py.t(py.call(is_dataclass, [start]))) {
 kind = py.type(start);
-result = py.call(kind, [...py.iter((function*(t7) { for (const t8 of t7) { const part = t8; yield py.call(grown, [py.getattr(start, part.name), py.getattr(double, part.name), factor]); } })(py.iter(py.call(fields, [start]))))], {});
+result = py.call(kind, [...py.iter((function*(t9) { for (const t10 of t9) { const part = t10; yield py.call(grown, [py.getattr(start, part.name), py.getattr(double, part.name), factor]); } })(py.iter(py.call(fields, [start]))))], {});
 } else {
 if ((py.type(start) === py.int)) {
 result = py.round(py.add(start, py.mul(py.sub(factor, 1), py.sub(double, start))));
@@ -1864,14 +1868,16 @@ throw py.call(ConfigError, [what], {where: "micro_batch_tokens", how: how});
 return (((tokens == null) && (config.tokens_per_step != null)) ? length : tokens);
 }, ["config", "length"]);
 const micro_batch_of = py.named(function(config, rows, length) {
-let more, objective, size;
+let away, more, objective, packed, size;
 objective = py.call(objective_of, [config]);
 size = config.chunk_tokens;
+away = py.eq(config.keys_values, "host");
 if ((objective == null)) {
-return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing), chunk: size});
+packed = py.bool(config.packing);
+return py.call(MicroBatch, [rows, length], {packed: packed, chunk: size, host_keys: away});
 }
 more = py.add(objective.reference, py.mul(2, objective.mismatched));
-return py.call(MicroBatch, [rows, length, more], {settled: true, chunk: size});
+return py.call(MicroBatch, [rows, length, more], {settled: true, chunk: size, host_keys: away});
 }, ["config", "rows", "length"]);
 const rows_each = py.named(function(config) {
 return (py.eq(py.item(OBJECTIVES, config.objective).examples, "pairs") ? 2 : 1);
@@ -1953,7 +1959,7 @@ if (((workload.in_host != null) && !py.t(demand.pieces))) {
 own_bytes = py.add(py.sub(extra_bytes, workload.call_bytes), workload.in_host.call_bytes);
 in_host = py.call(RowsInHost, [workload.in_host.working_bytes(times)], {flight_bytes: py.round(py.mul(times, own_bytes)), host_bytes: py.add(hidden, py.min(hidden, workload.hidden_bytes))});
 }
-return py.replace(demand, {in_host: in_host, working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.forward_only), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
+return py.replace(demand, {in_host: in_host, paged_bytes: workload.paged_bytes, working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.forward_only), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
 }, ["demand", "workload", "timings", "shape"]);
 return {LayerSeconds, PRODUCTS, StepShape, Timings, _piece_costs, _with_activations, by_arithmetic, demand_of, micro_batch_of, rows_each, step_shape, tokens_at_once};
 })();
@@ -2650,12 +2656,18 @@ const MicroBatch = lema_plan_work_workload.MicroBatch;
 const Workload = lema_plan_work_workload.Workload;
 const measure = stubs.measure;
 class Planner {
-constructor(config, blueprint, machine_state, workload, timings, shape, processes = 1, device_memory = null, note = "", backend = null, chooses_chunk = false, workload_cache = new Map()) { this.config = config; this.blueprint = blueprint; this.machine_state = machine_state; this.workload = workload; this.timings = timings; this.shape = shape; this.processes = processes; this.device_memory = device_memory; this.note = note; this.backend = backend; this.chooses_chunk = chooses_chunk; this.workload_cache = workload_cache; }
+constructor(config, blueprint, machine_state, workload, timings, shape, processes = 1, device_memory = null, note = "", backend = null, chooses_chunk = false, chooses_keys = false, workload_cache = new Map()) { this.config = config; this.blueprint = blueprint; this.machine_state = machine_state; this.workload = workload; this.timings = timings; this.shape = shape; this.processes = processes; this.device_memory = device_memory; this.note = note; this.backend = backend; this.chooses_chunk = chooses_chunk; this.chooses_keys = chooses_keys; this.workload_cache = workload_cache; }
 get limits() {
 const self = this;
 let device;
 device = ((self.device_memory == null) ? self.config.device_memory : self.device_memory);
 return self.machine_state.limits(device, self.config.host_memory);
+}
+get keys_are_open() {
+const self = this;
+let config;
+config = self.config;
+return py.both(py.eq(config.keys_values, "auto"), () => py.both((config.sequence_chunk != null), () => py.both((config.context_parallel_size == null), () => py.both((!py.t(self.machine_state.machine.shared)), () => py.either(py.eq(config.sequence_chunk, "auto"), () => self.shape.micro_batch.is_cut)))));
 }
 get surely_fits() {
 const self = this;
@@ -2723,6 +2735,9 @@ settings = new Map([["loss_chunk_tokens", self.config.loss_chunk_tokens]]);
 if (py.t(self.chooses_chunk)) {
 py.set(settings, "sequence_chunk", self.shape.micro_batch.chunk);
 }
+if (py.t(self.chooses_keys)) {
+py.set(settings, "keys_values", self.config.keys_values);
+}
 is_full = py.ge(py.mul(rows, self.config.gradient_accumulation_steps), self.shape.num_rows);
 return ((py.t(is_full) || py.t(self.config.counts_tokens)) ? settings : new Map([...settings, ["micro_batch_size", rows]]));
 }
@@ -2756,7 +2771,7 @@ return py.le(py.sum(py.values(py.call(device_parts, [demand, allocation]))), sel
 }
 }
 Planner.isClass = true;
-Planner.sig = ["config", "blueprint", "machine_state", "workload", "timings", "shape", "processes", "device_memory", "note", "backend", "chooses_chunk", "workload_cache"];
+Planner.sig = ["config", "blueprint", "machine_state", "workload", "timings", "shape", "processes", "device_memory", "note", "backend", "chooses_chunk", "chooses_keys", "workload_cache"];
 Planner.fields = Planner.sig;
 Planner.prototype.demand.sig = ["shape", "workload", "scale"];
 Planner.prototype.allocation.sig = ["demand", "**"];
@@ -2802,6 +2817,7 @@ StepNeeds.prototype.traffic.sig = ["steps"];
 return {Planner, StepNeeds};
 })();
 const lema_plan_choice = (() => {
+const suppress = stubs.suppress;
 const dataclass = stubs.dataclass;
 const replace = stubs.replace;
 const has_addresses = stubs.has_addresses;
@@ -2874,13 +2890,36 @@ yield* py.iter(py.call(_smaller, [planner, first]));
 }
 }, ["planner"]);
 const best = py.named(function(planner) {
+let fits, in_host, on_device;
+if (!py.t(planner.keys_are_open)) {
+return py.item(py.call(_best_in_place, [planner]), 0);
+}
+;[on_device, fits] = py.list(py.call(_best_in_place, [py.call(_with_keys, [planner, "device"])]));
+if ((py.t(fits) || (planner.workload == null))) {
+return on_device;
+}
+try {
+;[in_host, fits] = py.list(py.call(_best_in_place, [py.call(_with_keys, [planner, "host"])]));
+if (py.t(fits)) {
+return in_host;
+}
+} catch (caught) { if (!(caught instanceof ConfigError)) { throw caught; } }
+return on_device;
+}, ["planner"]);
+const _with_keys = py.named(function(planner, place) {
+let micro_batch;
+micro_batch = py.replace(planner.shape.micro_batch, {host_keys: py.eq(place, "host")});
+return py.replace(planner, {config: py.method(planner.config, 'model_copy', [], {update: new Map([["keys_values", place]])}), shape: py.replace(planner.shape, {micro_batch: micro_batch}), workload: ((planner.workload == null) ? null : planner.work(micro_batch)), chooses_keys: true});
+}, ["planner", "place"]);
+const _best_in_place = py.named(function(planner) {
 let candidate, chosen, fits, fitting, high, length, low, middle, sizes;
 if (py.ne(planner.config.sequence_chunk, "auto")) {
-return py.item(py.call(_first_that_fits, [planner]), 0);
+;[chosen, fits] = py.list(py.call(_first_that_fits, [planner]));
+return [chosen, py.both(fits, () => py.either((!py.t(planner.chooses_keys)), () => py.call(_in_memory, [chosen])))];
 }
 ;[chosen, fits] = py.list(py.call(_first_that_fits, [py.call(_with_chunk, [planner, null])]));
 if ((py.t(fits) && py.t(py.call(_in_memory, [chosen])))) {
-return chosen;
+return [chosen, true];
 }
 length = planner.shape.micro_batch.length;
 sizes = (() => { const made$ = []; for (const t3 of py.iter(py.range(py.sub(py.bit_length(SMALLEST), 1), py.bit_length(py.sub(length, 1))))) { const power = t3; made$.push(py.shl(1, power)); } return made$; })();
@@ -2897,9 +2936,9 @@ high = py.sub(middle, 1);
 }
 }
 if ((fitting != null)) {
-return fitting;
+return [fitting, true];
 }
-return (py.t(sizes) ? py.item(py.call(_first_that_fits, [py.call(_with_chunk, [planner, py.item(sizes, 0)])]), 0) : chosen);
+return [(py.t(sizes) ? py.item(py.call(_first_that_fits, [py.call(_with_chunk, [planner, py.item(sizes, 0)])]), 0) : chosen), false];
 }, ["planner"]);
 const _with_chunk = py.named(function(planner, chunk) {
 let micro_batch;
@@ -3103,7 +3142,7 @@ lacks_addresses = py.both((backend != null), () => (!py.t(py.call(has_addresses,
 reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], ["context_parallel_size takes parts of rows through whole layers", (config.context_parallel_size != null)], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
 return py.next((function*(t27) { for (const t28 of t27) { const [what, applies] = py.list(t28); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
 }, ["planner"]);
-return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, SMALLEST, WORTH_IT, _expert_groups, _fastest, _fewer_rows, _first_that_fits, _heads, _in_groups, _in_memory, _next_smaller, _seconds, _smaller, _smaller_chunks, _why_not_grouped, _with_chunk, _with_head, best, candidates, choice_of, cut, seconds_decide};
+return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, SMALLEST, WORTH_IT, _best_in_place, _expert_groups, _fastest, _fewer_rows, _first_that_fits, _heads, _in_groups, _in_memory, _next_smaller, _seconds, _smaller, _smaller_chunks, _why_not_grouped, _with_chunk, _with_head, _with_keys, best, candidates, choice_of, cut, seconds_decide};
 })();
 const lema_plan_plan = (() => {
 const math = stubs.math;

@@ -137,7 +137,7 @@ SETTINGS = (  # of a run that a plan asks for, whose defaults the page has
         "counts_tokens",
     ),
     *("reference", "offloading_tier", "group_by_length", "shuffle", "seed", "host_memory"),
-    "sequence_chunk",
+    *("sequence_chunk", "keys_values"),
 )
 
 
