@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from lema.data.columns import IGNORED
 from lema.data.dataset import Rows, grouped_by_length, lengths_of
-from lema.data.images.rows import IMAGES, RowImages
+from lema.data.media.rows import IMAGES, RowMedia
 from lema.data.mixing.order import RowOrder, Shuffle, row_order
 from lema.errors import DataError
 
@@ -36,7 +36,7 @@ class Batch(TypedDict):
     labels: torch.Tensor
     attention_mask: NotRequired[torch.Tensor]
     position_ids: NotRequired[torch.Tensor]
-    images: NotRequired[RowImages]
+    images: NotRequired[RowMedia]
 
 
 def dealt(
@@ -94,7 +94,7 @@ def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, to
     micro-batch. Columns at the end that no row of the micro-batch attends to or learns are left
     out."""
     values: dict[str, Any] = {
-        name: value for name, value in batch.items() if isinstance(value, torch.Tensor | RowImages)
+        name: value for name, value in batch.items() if isinstance(value, torch.Tensor | RowMedia)
     }
     size = len(values["input_ids"])
     step = rows or size
@@ -163,7 +163,7 @@ def collate(
         mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
         batch["attention_mask"] = mask.long()
     of_rows: list[Any] = [row.get(IMAGES) for row in rows]
-    images = RowImages.joined(of_rows) if any(of_rows) else None
+    images = RowMedia.joined(of_rows) if any(of_rows) else None
     if images is not None:
         batch["images"] = images
     return batch

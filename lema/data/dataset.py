@@ -21,7 +21,7 @@ import numpy.typing as npt
 from lema.data.columns import IGNORED
 from lema.data.files import Row
 from lema.data.forms import Rows
-from lema.data.images.rows import IMAGES, ImageRecord, RowImages
+from lema.data.media.rows import IMAGES, MediaRecord, RowMedia
 from lema.data.row_forms import BITS, RowForm
 from lema.data.sets.preshuffle import surviving_order
 from lema.errors import DataError
@@ -129,8 +129,8 @@ class Table:
     notes: tuple[str, ...] = ()  # what a user should know of the data
     skipped: Sequence[Skipped] | Any = ()  # an iterable, which may read a file
     keeper: Keeper | None = None  # None: nothing is kept
-    images: Mapping[int, RowImages] = field(default_factory=dict)  # by the number of the row
-    without_images: RowImages | None = None  # of all other rows, if any row has images
+    images: Mapping[int, RowMedia] = field(default_factory=dict)  # by the number of the row
+    without_images: RowMedia | None = None  # of all other rows, if any row has images
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class Columns:
     skipped: list[Skipped] = field(default_factory=list)
     # as of `lema.data.forms.Remarks`
     remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
-    images: dict[int, ImageRecord] = field(default_factory=dict)  # by the number of the row
+    images: dict[int, MediaRecord] = field(default_factory=dict)  # by the number of the row
 
     def append(
         self,
@@ -154,7 +154,7 @@ class Columns:
         labels: Numbers,
         cut: Numbers,
         mark: int = 0,
-        images: ImageRecord | None = None,
+        images: MediaRecord | None = None,
     ) -> None:
         """Take in a tokenised row, lists or arrays; `cut` has the labels of the tokens that were
         cut off its end.
@@ -281,7 +281,7 @@ class TokenDataset(Sequence[TokenRow]):
         learnt = stored >= 0
         return np.where(learnt, stored, ~stored), np.where(learnt, stored, np.int32(IGNORED))
 
-    def images(self, index: int) -> RowImages | None:
+    def images(self, index: int) -> RowMedia | None:
         """The images of row `index`, none in a row without; None: no row of the data has any."""
         return self._table.images.get(int(self._rows[index]), self._table.without_images)
 

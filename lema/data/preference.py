@@ -36,8 +36,8 @@ from lema.data.columns import (
 from lema.data.dataset import CUT_IMAGE, Columns, TokenDataset, eval_mask
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids, num_alike
-from lema.data.images.reading import ImageReading, RowPictures, with_column
-from lema.data.images.rows import IMAGES, ImageRecord
+from lema.data.media.reading import DecodedRow, MediaReading, with_column
+from lema.data.media.rows import IMAGES, MediaRecord
 from lema.data.read import Overlong, table_of
 from lema.data.readers import Reader, Readers
 from lema.data.row_forms import BITS, RowForm
@@ -236,7 +236,7 @@ def prepare_preferences(
     vocab_size: int | None = None,
     forms: Forms | None = None,
     cache: Path | None = None,
-    images: ImageReading | None = None,
+    images: MediaReading | None = None,
 ) -> PreferenceDataset:
     """Read and tokenise examples, given and cached as `prepare_data` takes them, their `images` as
     well; with `labelled` they are rows with a label, which a pair is made two of. "drop" leaves out
@@ -311,7 +311,7 @@ def _take(
     tokens: Sequence[tuple[list[int], list[int]]],
     mark: int,
     limits: _Limits,
-    record: ImageRecord | None,
+    record: MediaRecord | None,
 ) -> None:
     """Take in the rows of an example, or drop it."""
     max_length, _, labelled, side = limits
@@ -439,7 +439,7 @@ def _value(row: Row, column: str, forms: Forms, *, may_be_empty: bool = False) -
 
 
 def _read(
-    rows: Iterable[Row], reader: Reader, images: ImageReading | None, *, labelled: bool
+    rows: Iterable[Row], reader: Reader, images: MediaReading | None, *, labelled: bool
 ) -> Iterator[tuple[Row, Examples, Ahead, tuple[Picture, ...]]]:
     """Yield each row with its examples, what templates have written for them, and its pictures, of
     several rows at once, because that is faster. What is wrong with a row is raised after those
@@ -467,7 +467,7 @@ def _read(
 
 
 def _batches(
-    rows: Iterable[Row], forms: Forms, images: ImageReading | None, *, labelled: bool
+    rows: Iterable[Row], forms: Forms, images: MediaReading | None, *, labelled: bool
 ) -> Iterator[list[tuple[Row, Examples, tuple[Picture, ...]]]]:
     batch = list[tuple[Row, Examples, tuple[Picture, ...]]]()
     size = 0
@@ -498,7 +498,7 @@ def _values(row: Row, forms: Forms, *, labelled: bool) -> Iterator[tuple[list[Va
 
 
 def _with_images(
-    row: Row, examples: list[tuple[list[Value], bool]], forms: Forms, images: ImageReading | None
+    row: Row, examples: list[tuple[list[Value], bool]], forms: Forms, images: MediaReading | None
 ) -> tuple[list[tuple[list[Value], bool]], tuple[Picture, ...]]:
     """Return the examples of a row with its images in their prompts, and the images. `DataError`:
     images stand elsewhere, or the model is opened for text alone."""
@@ -556,10 +556,10 @@ class _Encoding(NamedTuple):
     row: Row
     date: str | None
     ahead: Ahead
-    reading: ImageReading | None = None  # None: rows have no images
-    pictures: RowPictures | None = None  # those of the row; None: it has none
+    reading: MediaReading | None = None  # None: rows have no images
+    pictures: DecodedRow | None = None  # those of the row; None: it has none
 
-    def image_ids_of(self, value: Value, *, is_prompt: bool) -> tuple[list[int], ImageRecord]:
+    def image_ids_of(self, value: Value, *, is_prompt: bool) -> tuple[list[int], MediaRecord]:
         """Return the tokens of messages with images, and the record of these."""
         assert self.reading is not None, "rows with images are refused where none are read"
         assert self.pictures is not None, "the row has images"
@@ -604,7 +604,7 @@ class _Encoding(NamedTuple):
 
 def _tokenized(
     values: Sequence[Value], encoding: _Encoding, vocab_size: int | None
-) -> tuple[list[tuple[list[int], list[int]]], ImageRecord | None]:
+) -> tuple[list[tuple[list[int], list[int]]], MediaRecord | None]:
     """Return the tokens of each side, and labels that are -100 in the prompt, which is as long
     on all sides; and the record of the prompt's images, if it has some.
     """

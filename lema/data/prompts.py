@@ -18,8 +18,8 @@ from lema.data.chat.tokens import check_roles, encoded
 from lema.data.columns import alpaca_prompt, media_column
 from lema.data.files import Row
 from lema.data.forms import check_ids, num_positions, text_of
-from lema.data.images.reading import ImageReading, with_column
-from lema.data.images.rows import RowImages
+from lema.data.media.reading import MediaReading, with_column
+from lema.data.media.rows import RowMedia
 from lema.data.row_forms import PromptForm
 from lema.data.sets.sources import load_rows
 from lema.errors import DataError
@@ -93,7 +93,7 @@ class Prompt(NamedTuple):
     """A row as what a model continues."""
 
     ids: list[int]
-    images: RowImages | None = None  # of the row; None: it has none
+    images: RowMedia | None = None  # of the row; None: it has none
 
 
 def prompt_of(
@@ -101,7 +101,7 @@ def prompt_of(
     tokenizer: PreTrainedTokenizerBase,
     *,
     form: PromptForm = "text",
-    reading: ImageReading | None = None,
+    reading: MediaReading | None = None,
 ) -> Prompt:
     """Return the tokens that a row's text begins with, as `prompt_ids` describes, and its images.
 
@@ -144,7 +144,7 @@ def _rendered(
     row: Row,
     conversation: Chat,
     tokenizer: PreTrainedTokenizerBase,
-    reading: ImageReading | None,
+    reading: MediaReading | None,
 ) -> Prompt:
     """Return a conversation as far as the assistant's turn."""
     if conversation.messages[-1]["role"] == "assistant":

@@ -15,8 +15,8 @@ from lema.data.columns import Kind, detect, num_trained, unused
 from lema.data.dataset import CUT_IMAGE, Columns, Table, TokenDataset
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks
-from lema.data.images.reading import ImageReading
-from lema.data.images.rows import ImageRecord
+from lema.data.media.reading import MediaReading
+from lema.data.media.rows import MediaRecord
 from lema.data.mixing.sampling import Sampling, check_rates
 from lema.data.readers import Readers
 from lema.data.sets.sources import (
@@ -53,7 +53,7 @@ def prepare_data(
     vocab_size: int | None = None,
     forms: Forms | None = None,
     cache: Path | None = None,
-    images: ImageReading | None = None,
+    images: MediaReading | None = None,
 ) -> TokenDataset:
     """Read, recognise and tokenise training data. The columns of a file say what its rows are:
     `input_ids` (+ `labels`), `messages` or `conversations`, `prompt` + `completion`, `instruction`
@@ -135,7 +135,7 @@ def _take(
     max_length: int,
     overlong: Overlong,
     side: Literal["right", "left"],
-    record: ImageRecord | None = None,
+    record: MediaRecord | None = None,
 ) -> None:
     length = len(ids)
     if length > max_length and overlong == "error":
@@ -162,7 +162,7 @@ def table_of(
     tokenizer: "PreTrainedTokenizerBase | None",
     settings: Mapping[str, Any],
     cache: Path | None,
-    images: ImageReading | None = None,
+    images: MediaReading | None = None,
 ) -> Table:
     """Return data as tokens: those of large files from the folder `cache`, all others gathered in
     memory, as those of rows with `images`. `settings` are what else decides the tokens.

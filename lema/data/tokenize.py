@@ -27,7 +27,7 @@ from lema.data.columns import (
 )
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids
-from lema.data.images.reading import ImageReading, with_column
+from lema.data.media.reading import MediaReading, with_column
 from lema.data.row_forms import form_bit
 from lema.errors import DataError
 
@@ -53,7 +53,7 @@ class Reading:
     forms: Forms = field(default_factory=Forms)
     vocab_size: int | None = None  # tokens that the model knows; None: ids are not checked
     remarks: Remarks = field(default_factory=Remarks)
-    images: ImageReading | None = None  # None: rows have no images
+    images: MediaReading | None = None  # None: rows have no images
 
     @cached_property
     def tokenize(self) -> Callable[[str, Sequence[Span], bool], tuple[Ids, Learnt]]:

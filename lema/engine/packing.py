@@ -24,7 +24,7 @@ from torch import Tensor
 from lema.config import LemaConfig
 from lema.data.columns import IGNORED
 from lema.data.dataset import Rows, lengths_of, shuffled
-from lema.data.images.rows import IMAGES, RowImages
+from lema.data.media.rows import IMAGES, RowMedia
 from lema.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -121,12 +121,12 @@ class _Tried:
     """
 
     ids: Tensor
-    images: RowImages | None
+    images: RowMedia | None
 
     @classmethod
     def of(cls, row: Mapping[str, Any], size: int) -> _Tried:
         """Return the first tokens of a row, or all if it has images."""
-        images: RowImages | None = row.get(IMAGES)
+        images: RowMedia | None = row.get(IMAGES)
         uncut = images is not None and images.num_images > 0
         return cls(torch.tensor(list(row["input_ids"])[: None if uncut else size]), images)
 
@@ -146,9 +146,9 @@ def _pack(packs: Sequence[Sequence[_Tried]]) -> dict[str, Any]:
     in_packs = [
         None if of_rows is None else of_rows.in_a_pack([len(row.ids) for row in pack])
         for pack in packs
-        for of_rows in [RowImages.joined([row.images for row in pack])]
+        for of_rows in [RowMedia.joined([row.images for row in pack])]
     ]
-    images = RowImages.joined(in_packs)
+    images = RowMedia.joined(in_packs)
     return batch if images is None else {**batch, IMAGES: images}
 
 
@@ -254,7 +254,7 @@ class Packs(Sequence[dict[str, list[int]]]):
 
     def __getitem__(self, index: Any) -> Any:
         pack: dict[str, Any] = {"input_ids": [], "labels": [], "position_ids": []}
-        images = list[RowImages | None]()
+        images = list[RowMedia | None]()
         lengths = list[int]()
         for piece in range(self._bounds[index], self._bounds[index + 1]):
             row = self._rows[int(self._row_indices[piece])]
@@ -264,7 +264,7 @@ class Packs(Sequence[dict[str, list[int]]]):
             pack["position_ids"] += range(self._stops[piece] - self._starts[piece])
             images.append(row.get(IMAGES))
             lengths.append(int(self._stops[piece] - self._starts[piece]))
-        if (of_rows := RowImages.joined(images)) is not None:
+        if (of_rows := RowMedia.joined(images)) is not None:
             pack[IMAGES] = of_rows.in_a_pack(lengths)
         return pack
 

@@ -22,7 +22,7 @@ from lema.backend import Backend
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.watchdog import Watchdog
 from lema.config import LemaConfig
-from lema.data.images.rows import RowImages
+from lema.data.media.rows import RowMedia
 from lema.engine.engine import Engine
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
@@ -651,7 +651,7 @@ class StreamedModel:
             inputs, weights, size, differentiate=differentiate, allocate=take
         )
 
-    def _image_inputs(self, images: RowImages, ids: Tensor) -> dict[str, Tensor]:
+    def _image_inputs(self, images: RowMedia, ids: Tensor) -> dict[str, Tensor]:
         """Return what the model is given of images besides the tokens, on the device."""
         inputs = images.inputs(ids)
         return {name: value.to(self.backend.device) for name, value in inputs.items()}

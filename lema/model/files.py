@@ -29,10 +29,10 @@ from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.chat.template import date_for
 from lema.data.dataset import first_rows
 from lema.data.forms import with_chat_template
-from lema.data.images.limits import ImageLimits
-from lema.data.images.processor import ImageProcessor
-from lema.data.images.reading import ImageReading
-from lema.data.images.sources import Spool, check_folder
+from lema.data.media.limits import MediaLimits
+from lema.data.media.processor import MediaProcessor
+from lema.data.media.reading import MediaReading
+from lema.data.media.sources import Spool, check_folder
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.data.read import mixed
@@ -154,7 +154,7 @@ class ModelFiles:
         of `load_processor`."""
         return load_processor(self.directory, trusted=self.trusted)
 
-    def image_processor(self) -> ImageProcessor:
+    def image_processor(self) -> MediaProcessor:
         """Return what makes tokens and tensors of chats with images, videos and sounds.
         `DataError`: the directory has no processor of such."""
         processor = self.processor
@@ -162,7 +162,7 @@ class ModelFiles:
             what = "the rows have images, and the model's directory has no processor of images"
             how = "put preprocessor_config.json and what was published with it next to the weights"
             raise DataError(what, where=str(self.directory), how=how)
-        return ImageProcessor(processor, self.tokenizer, self.image_tokens)
+        return MediaProcessor(processor, self.tokenizer, self.image_tokens)
 
     @property
     def image_tokens(self) -> list[int]:
@@ -377,10 +377,10 @@ def training_rows(
     return first_rows(mixed(config, rows), config.max_train_samples), eval_rows
 
 
-def image_reading(config: LemaConfig, files: ModelFiles) -> ImageReading:
+def image_reading(config: LemaConfig, files: ModelFiles) -> MediaReading:
     """Return what the images of rows are read with. `DataError`: their folder is not there."""
     folder = None if config.image_folder is None else expanded(config.image_folder)
-    limits = ImageLimits(
+    limits = MediaLimits(
         folder,
         config.image_urls,
         config.max_image_pixels,
@@ -392,7 +392,7 @@ def image_reading(config: LemaConfig, files: ModelFiles) -> ImageReading:
     )
     check_folder(limits)
     spool = Spool(None if config.offload_dir is None else expanded(config.offload_dir))
-    return ImageReading(files.image_processor, limits, spool, files.image_tokens)
+    return MediaReading(files.image_processor, limits, spool, files.image_tokens)
 
 
 def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:

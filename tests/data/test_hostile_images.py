@@ -16,9 +16,9 @@ from PIL import Image, ImageOps
 
 from lema.data.chat.pictures import Picture
 from lema.data.files import Row
-from lema.data.images.decoder import Decoder, Senses
-from lema.data.images.limits import ImageLimits
-from lema.data.images.sources import Spool, source_of
+from lema.data.media.decoder import Decoder, Senses
+from lema.data.media.limits import MediaLimits
+from lema.data.media.sources import Spool, source_of
 from lema.errors import DataError
 
 MOST_BYTES = 2 << 30
@@ -42,7 +42,7 @@ def outcome(one: Hostile, folder: Path) -> str:
     path.write_bytes(one.content)
     row = Row({}, str(folder / "rows.jsonl"), 7)
     spool = Spool()
-    decoder = Decoder(ImageLimits(folder), _no_processor)
+    decoder = Decoder(MediaLimits(folder), _no_processor)
     try:
         source, image = source_of(Picture(one.name, "images, image 1"), row, decoder, spool)
     except DataError as error:

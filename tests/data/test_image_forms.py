@@ -21,9 +21,9 @@ from transformers import ProcessorMixin
 
 from lema import LemaConfig
 from lema.data import TokenDataset
-from lema.data.images.processor import WRITES
-from lema.data.images.rows import RowImages
-from lema.data.images.sounds import wav_of
+from lema.data.media.processor import WRITES
+from lema.data.media.rows import RowMedia
+from lema.data.media.sounds import wav_of
 from lema.data.sets.sources import data_files
 from lema.errors import DataError
 from lema.model.files import ModelFiles, read_data
@@ -78,7 +78,7 @@ def encoded(number: int = 1) -> str:
 
 def images_of(data: TokenDataset, index: int = 0) -> list[Any]:
     images = data.images(index)
-    assert isinstance(images, RowImages)
+    assert isinstance(images, RowMedia)
     (decoded,) = images.decoded()
     return decoded
 

@@ -18,8 +18,8 @@ from soundprocessors import RATE, publish_hearing, samples, write_sound
 
 from lema import LemaConfig
 from lema.data import TokenDataset
-from lema.data.images.rows import RowImages
-from lema.data.images.sounds import wav_of
+from lema.data.media.rows import RowMedia
+from lema.data.media.sounds import wav_of
 from lema.errors import DataError
 from lema.model.files import ModelFiles, read_data
 
@@ -65,7 +65,7 @@ def chat(*parts: Any, **columns: Any) -> dict[str, Any]:
 
 def sounds_of(data: TokenDataset, index: int = 0) -> list[Any]:
     images = data.images(index)
-    assert isinstance(images, RowImages)
+    assert isinstance(images, RowMedia)
     (decoded,) = images.decoded()
     return decoded
 

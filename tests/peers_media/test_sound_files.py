@@ -13,8 +13,8 @@ import pytest
 import soundfile
 from transformers.audio_utils import load_audio
 
-from lema.data.images.decode import Unusable
-from lema.data.images.sounds import decoded_sound
+from lema.data.media.decode import Unusable
+from lema.data.media.sounds import decoded_sound
 
 RATE = 16_000
 SECONDS = 60.0

@@ -21,9 +21,9 @@ from videoprocessors import publish_seeing
 
 from lema import LemaConfig
 from lema.data.batches import Batches
-from lema.data.images.decode import Unusable
-from lema.data.images.limits import ImageLimits
-from lema.data.images.videos import Facts, Video, decoded_video
+from lema.data.media.decode import Unusable
+from lema.data.media.limits import MediaLimits
+from lema.data.media.videos import Facts, Video, decoded_video
 from lema.errors import DataError
 from lema.model.files import ModelFiles, read_data
 from lema.storage.modelfiles import load_processor
@@ -68,7 +68,7 @@ def test_frames_are_those_that_transformers_loads(
     def chosen(facts: Facts) -> Sequence[int]:
         return [0, 7, facts.num_frames - 1]
 
-    video = decoded_video(path.read_bytes(), ImageLimits(), chosen)
+    video = decoded_video(path.read_bytes(), MediaLimits(), chosen)
     assert (video.facts.num_frames, video.facts.rate) == (24, 8.0)
     numbers = [0, 7, 23]
     frames, metadata = load_video(str(path), backend="pyav", sample_indices_fn=lambda **_: numbers)
@@ -86,11 +86,11 @@ def test_an_animated_image_is_a_video() -> None:
         file = io.BytesIO()
         rest = pictures[1:]
         pictures[0].save(file, kind, save_all=True, append_images=rest, duration=250, **options)
-        video = decoded_video(file.getvalue(), ImageLimits(), every)
+        video = decoded_video(file.getvalue(), MediaLimits(), every)
         assert np.array_equal(video.frames, np.stack([np.asarray(one) for one in pictures]))
     file = io.BytesIO()
     pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=250)
-    video = decoded_video(file.getvalue(), ImageLimits(), lambda _: [1, 3])
+    video = decoded_video(file.getvalue(), MediaLimits(), lambda _: [1, 3])
     assert (video.facts.num_frames, video.facts.rate, video.numbers) == (5, 4.0, (1, 3))
 
 
@@ -198,7 +198,7 @@ def test_flipped_bits_are_decoded_as_pyav_does_or_refused() -> None:
             for place in draw.integers(0, len(content), 5):
                 changed[place] ^= 1 << int(draw.integers(0, 8))
             try:
-                video = decoded_video(bytes(changed), ImageLimits(), every)
+                video = decoded_video(bytes(changed), MediaLimits(), every)
             except Unusable:
                 continue
             assert isinstance(video, Video)

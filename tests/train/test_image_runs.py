@@ -29,8 +29,8 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import AutoConfig, TrainerCallback, get_scheduler
 
 from lema import LemaConfig, LemaModel
-from lema.data.images import decoder
-from lema.data.images.processor import ImageProcessor
+from lema.data.media import decoder
+from lema.data.media.processor import MediaProcessor
 from lema.model.files import read_data
 from lema.plan import make_plan
 from lema.plan.machine import profile
@@ -306,7 +306,7 @@ def live(
     pixels: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
     most = [0, 0, 0]
     decode = decoder.decoded
-    process = ImageProcessor.inputs
+    process = MediaProcessor.inputs
 
     def decoded(content: bytes, max_pixels: int) -> Any:
         image = decode(content, max_pixels)
@@ -315,7 +315,7 @@ def live(
         most[1] = max(most[1], len(images))
         return image
 
-    def inputs(self: ImageProcessor, *given: Any) -> dict[str, Tensor]:
+    def inputs(self: MediaProcessor, *given: Any) -> dict[str, Tensor]:
         made = process(self, *given)
         pixels[id(made["pixel_values"])] = made["pixel_values"]
         most[2] = max(most[2], sum(one.nbytes for one in pixels.values()))
@@ -323,7 +323,7 @@ def live(
 
     with monkeypatch.context() as patched:
         patched.setattr(decoder, "decoded", decoded)
-        patched.setattr(ImageProcessor, "inputs", inputs)
+        patched.setattr(MediaProcessor, "inputs", inputs)
         about = written(tmp_path, model, rows, batch_size=8, micro_batch_size=2, max_steps=2)
         about["overwrite_output_dir"] = True
         with opened(about) as streamed:

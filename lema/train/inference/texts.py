@@ -27,7 +27,7 @@ from transformers import (
 from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.data.files import Row
-from lema.data.images.rows import RowImages
+from lema.data.media.rows import RowMedia
 from lema.data.prompts import fitting, prompt_ids, read_prompts, written
 from lema.data.row_forms import PromptForm
 from lema.engine import complete
@@ -235,7 +235,7 @@ def completions(
     batch_size: int,
     options: Mapping[str, Any],
     *,
-    images: Sequence[RowImages | None] | None = None,
+    images: Sequence[RowMedia | None] | None = None,
     keys_values: KeyValues = "device",
     seed: int | None = None,
     done: Collection[int] = (),
@@ -262,7 +262,7 @@ def completions(
         if seed is not None:
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
-        of_rows = None if images is None else RowImages.joined([images[index] for index in rows])
+        of_rows = None if images is None else RowMedia.joined([images[index] for index in rows])
         more = None if of_rows is None else of_rows.before_answers(ids)
         arguments = (
             model.split,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lema.data.images.decode import Unusable, decoded
-from lema.data.images.processor import OF_TOKENS, OF_TYPES, ImageProcessor
+from lema.data.media.decode import Unusable, decoded
+from lema.data.media.processor import OF_TOKENS, OF_TYPES, MediaProcessor
 from lema.errors import DataError
 from lema.train.model import LemaModel
 
@@ -47,7 +47,7 @@ class LearnerImages:
 
     def __init__(
         self,
-        processor: ImageProcessor,
+        processor: MediaProcessor,
         placeholders: Sequence[int],
         *,
         max_pixels: int,

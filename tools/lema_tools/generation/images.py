@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from lema.data.files import Row
-    from lema.data.images.reading import ImageReading
+    from lema.data.media.reading import MediaReading
     from lema.train.model import LemaModel
 
 __all__ = ["check_shown", "in_place", "reading_of", "with_images"]
@@ -50,7 +50,7 @@ def with_images(settings: list[str] | None) -> list[str]:
     return [*given, f"{SETTING}=all"]
 
 
-def reading_of(model: "LemaModel", rows: "list[Row]") -> "ImageReading | None":
+def reading_of(model: "LemaModel", rows: "list[Row]") -> "MediaReading | None":
     """Return what the images of rows are read with; None: the model is open for text alone.
 
     Args:

@@ -17,13 +17,13 @@ from typing import BinaryIO
 
 from lema.data.chat.pictures import Kind, Picture
 from lema.data.files import Row
-from lema.data.images.contents import check_size, content_of, file_content, frames_of
-from lema.data.images.decode import Unusable
-from lema.data.images.decoder import Decoded, Decoder
-from lema.data.images.limits import ImageLimits
+from lema.data.media.contents import check_size, content_of, file_content, frames_of
+from lema.data.media.decode import Unusable
+from lema.data.media.decoder import Decoded, Decoder
+from lema.data.media.limits import MediaLimits
 from lema.errors import DataError
 
-__all__ = ["ImageSource", "Spool", "check_folder", "source_of"]
+__all__ = ["MediaSource", "Spool", "check_folder", "source_of"]
 
 
 class Spool:
@@ -91,7 +91,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class ImageSource:
+class MediaSource:
     """One image, video or sound of a row.
 
     Attributes:
@@ -127,7 +127,7 @@ class ImageSource:
 
 def source_of(
     picture: Picture, row: Row, decoder: Decoder, spool: Spool
-) -> tuple[ImageSource, Decoded]:
+) -> tuple[MediaSource, Decoded]:
     """Return where an image, a video or a sound of a row is, and it decoded.
 
     Args:
@@ -160,7 +160,7 @@ def source_of(
         raise row.broken(error.what, at=at, how=error.how) from error
     shown = f"{len(names)} frames" if frames is not None else names[0]
     about = (f"{at}: {shown}" if shown else at, row.origin, picture.kind, tuple(stored))
-    return ImageSource(*about, frames=frames is not None), medium
+    return MediaSource(*about, frames=frames is not None), medium
 
 
 def _stored(content: bytes, path: Path | None, spool: Spool) -> Stored:
@@ -170,7 +170,7 @@ def _stored(content: bytes, path: Path | None, spool: Spool) -> Stored:
     return Stored(digest, len(content), spool=spool, start=spool.add(content))
 
 
-def check_folder(limits: ImageLimits) -> None:
+def check_folder(limits: MediaLimits) -> None:
     """Refuse a folder of images that is not there, with `DataError`."""
     if limits.folder is not None and not limits.folder.is_dir():
         raise DataError(

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lema.data.images.decode import Unusable
+from lema.data.media.decode import Unusable
 from lema.errors import installing, message_of
 
 __all__ = ["Sound", "decoded_sound", "wav_of"]

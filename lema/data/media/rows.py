@@ -15,19 +15,19 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from lema.data.images.decoder import Decoded, Decoder
-from lema.data.images.processor import OF_TOKENS, OF_TYPES, ImageProcessor
-from lema.data.images.sources import ImageSource
+from lema.data.media.decoder import Decoded, Decoder
+from lema.data.media.processor import OF_TOKENS, OF_TYPES, MediaProcessor
+from lema.data.media.sources import MediaSource
 from lema.errors import DataError
 
-__all__ = ["IMAGES", "ImageRecord", "RowImages"]
+__all__ = ["IMAGES", "MediaRecord", "RowMedia"]
 
 IMAGES = "images"
 """The name of the images in a row, and in a micro-batch."""
 
 
 @dataclass(frozen=True)
-class ImageRecord:
+class MediaRecord:
     """The images of one row.
 
     Attributes:
@@ -40,13 +40,13 @@ class ImageRecord:
     """
 
     text: str
-    sources: tuple[ImageSource, ...]
+    sources: tuple[MediaSource, ...]
     start: int
     end: int
     spans: tuple[tuple[int, int], ...] = ()
     extents: tuple[tuple[float, ...], ...] = ()
 
-    def shifted(self, start: int) -> ImageRecord:
+    def shifted(self, start: int) -> MediaRecord:
         """Return the record of the row without so many tokens at its beginning."""
         return replace(self, start=start)
 
@@ -61,7 +61,7 @@ class ImageRecord:
         return sum(end - start for start, end in self.spans)
 
     def described(self) -> list[dict[str, Any]]:
-        """Return what there is to say of each image; see `RowImages.described`."""
+        """Return what there is to say of each image; see `RowMedia.described`."""
         separate = len(self.spans) == len(self.sources)
         images = []
         for number, (source, extent) in enumerate(zip(self.sources, self.extents, strict=True)):
@@ -84,7 +84,7 @@ class ImageRecord:
         return about.digest()
 
 
-class RowImages(Sequence[ImageRecord | None]):
+class RowMedia(Sequence[MediaRecord | None]):
     """The images of the rows of a micro-batch, one entry a row; None: the row has none.
 
     Args:
@@ -96,8 +96,8 @@ class RowImages(Sequence[ImageRecord | None]):
 
     def __init__(
         self,
-        records: Sequence[ImageRecord | None],
-        processor: ImageProcessor,
+        records: Sequence[MediaRecord | None],
+        processor: MediaProcessor,
         decoder: Decoder,
         lengths: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -110,18 +110,18 @@ class RowImages(Sequence[ImageRecord | None]):
         return len(self.records if self.lengths is None else self.lengths)
 
     @overload
-    def __getitem__(self, index: int) -> ImageRecord | None: ...
+    def __getitem__(self, index: int) -> MediaRecord | None: ...
     @overload
-    def __getitem__(self, index: slice) -> RowImages: ...
-    def __getitem__(self, index: int | slice) -> ImageRecord | RowImages | None:
+    def __getitem__(self, index: slice) -> RowMedia: ...
+    def __getitem__(self, index: int | slice) -> MediaRecord | RowMedia | None:
         if isinstance(index, slice):
             if self.lengths is None:
-                return RowImages(self.records[index], self._processor, self._decoder)
+                return RowMedia(self.records[index], self._processor, self._decoder)
             bounds = [0, *accumulate(map(len, self.lengths))]
             packs = range(len(self.lengths))[index]
             records = [row for pack in packs for row in self.records[slice(*bounds[pack:][:2])]]
             lengths = self.lengths[index]
-            return RowImages(records, self._processor, self._decoder, lengths)
+            return RowMedia(records, self._processor, self._decoder, lengths)
         return self.records[index]
 
     def before_answers(self, prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -146,7 +146,7 @@ class RowImages(Sequence[ImageRecord | None]):
         return inputs
 
     @classmethod
-    def joined(cls, parts: Sequence[RowImages | None]) -> RowImages | None:
+    def joined(cls, parts: Sequence[RowMedia | None]) -> RowMedia | None:
         """Return the images of rows one after the other; None: no row of the data has any."""
         first = next((part for part in parts if part is not None), None)
         if first is None:
@@ -156,10 +156,10 @@ class RowImages(Sequence[ImageRecord | None]):
         lengths = [of_pack for of_part in packs for of_pack in of_part] or None
         return cls(records, first._processor, first._decoder, lengths)
 
-    def in_a_pack(self, lengths: Sequence[int]) -> RowImages:
+    def in_a_pack(self, lengths: Sequence[int]) -> RowMedia:
         """Return the images of the same rows as those of one pack, whose rows have so many
         tokens."""
-        return RowImages(self.records, self._processor, self._decoder, [lengths])
+        return RowMedia(self.records, self._processor, self._decoder, [lengths])
 
     @property
     def num_images(self) -> int:

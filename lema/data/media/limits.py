@@ -8,13 +8,13 @@ from pathlib import Path
 
 from lema.data.chat.pictures import Kind
 
-__all__ = ["IMAGES_PER_ROW", "ImageLimits"]
+__all__ = ["IMAGES_PER_ROW", "MediaLimits"]
 
 IMAGES_PER_ROW = 4  # of the largest size: a row may have more that are smaller
 
 
 @dataclass(frozen=True)
-class ImageLimits:
+class MediaLimits:
     """What may be read of images, videos and sounds.
 
     Attributes:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lema.data.images.decode import Unusable, larger, opened
-from lema.data.images.limits import IMAGES_PER_ROW, ImageLimits
+from lema.data.media.decode import Unusable, larger, opened
+from lema.data.media.limits import IMAGES_PER_ROW, MediaLimits
 from lema.errors import installing, message_of
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ Chosen = Callable[[Facts], Sequence[int]]
 """Returns the numbers of the frames that a model is shown of a video."""
 
 
-def video_of_frames(images: Sequence[Image], limits: ImageLimits) -> Video:
+def video_of_frames(images: Sequence[Image], limits: MediaLimits) -> Video:
     """Return images as a video, all of which are shown. `Unusable`: there are none or too many, or
     their sizes differ."""
     if not images:
@@ -102,7 +102,7 @@ def video_of_frames(images: Sequence[Image], limits: ImageLimits) -> Video:
     return Video(frames, facts, tuple(range(len(images))))
 
 
-def decoded_video(content: bytes, limits: ImageLimits, chosen: Chosen) -> Video:
+def decoded_video(content: bytes, limits: MediaLimits, chosen: Chosen) -> Video:
     """Return what a model is shown of a video.
 
     Args:
@@ -137,7 +137,7 @@ def _container(content: bytes) -> str | None:
     return None
 
 
-def _animation(content: bytes, _: str | None, limits: ImageLimits, chosen: Chosen) -> Video:
+def _animation(content: bytes, _: str | None, limits: MediaLimits, chosen: Chosen) -> Video:
     """Read an animated image, which may have one frame."""
     with opened(content, limits.max_pixels, ANIMATED, "video") as image:
         duration = image.info.get("duration") or 0  # of the first frame, in milliseconds
@@ -151,7 +151,7 @@ def _animation(content: bytes, _: str | None, limits: ImageLimits, chosen: Chose
     return Video(np.stack(frames), facts, numbers)
 
 
-def _film(content: bytes, container: str | None, limits: ImageLimits, chosen: Chosen) -> Video:
+def _film(content: bytes, container: str | None, limits: MediaLimits, chosen: Chosen) -> Video:
     """Read a film with PyAV."""
     try:
         import av
@@ -201,7 +201,7 @@ def _num_packets(content: bytes, container: str | None, rate: float | None) -> i
     return count
 
 
-def _numbers(facts: Facts, limits: ImageLimits, chosen: Chosen) -> tuple[int, ...]:
+def _numbers(facts: Facts, limits: MediaLimits, chosen: Chosen) -> tuple[int, ...]:
     """Return the numbers of the frames that are shown, after a look at the header."""
     if facts.num_frames < 1 or facts.width < 1 or facts.height < 1:
         raise Unusable("the video has no frames", HOW)
@@ -221,7 +221,7 @@ def _numbers(facts: Facts, limits: ImageLimits, chosen: Chosen) -> tuple[int, ..
     return numbers
 
 
-def _check_shown(count: int, width: int, height: int, limits: ImageLimits) -> None:
+def _check_shown(count: int, width: int, height: int, limits: MediaLimits) -> None:
     """Refuse more frames than a model may be shown."""
     if count > limits.max_frames:
         what = f"the model would be shown {count:,} frames, more than {limits.max_frames:,}"

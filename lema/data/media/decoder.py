@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 
 from lema.data.chat.pictures import Kind
-from lema.data.images.decode import decoded
-from lema.data.images.limits import ImageLimits
-from lema.data.images.sounds import Sound, decoded_sound
-from lema.data.images.videos import Facts, Video, decoded_video, video_of_frames
+from lema.data.media.decode import decoded
+from lema.data.media.limits import MediaLimits
+from lema.data.media.sounds import Sound, decoded_sound
+from lema.data.media.videos import Facts, Video, decoded_video, video_of_frames
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -43,7 +43,7 @@ class Decoder:
         senses: returns the model's processor, which is not opened for images.
     """
 
-    limits: ImageLimits
+    limits: MediaLimits
     senses: Callable[[], Senses]
 
     def decode(self, kind: Kind, contents: Sequence[bytes], *, frames: bool = False) -> Decoded:

@@ -19,9 +19,9 @@ import numpy as np
 
 from lema.data.chat.pictures import Kind, Picture
 from lema.data.files import Row
-from lema.data.images.decode import Unusable, larger
-from lema.data.images.limits import ImageLimits
-from lema.data.images.sounds import MOST_CHANNELS, MOST_RATE, wav_of
+from lema.data.media.decode import Unusable, larger
+from lema.data.media.limits import MediaLimits
+from lema.data.media.sounds import MOST_CHANNELS, MOST_RATE, wav_of
 from lema.errors import LemaError
 from lema.storage.regular import expanded, open_regular, read_at_most
 
@@ -37,7 +37,7 @@ CHOOSE_FOLDER = "set image_folder to a folder that holds all images"
 FRAMES = 4  # dimensions of an array of frames: frames, height, width, channels
 
 
-def content_of(picture: Picture, row: Row, limits: ImageLimits) -> tuple[bytes, Path | None, str]:
+def content_of(picture: Picture, row: Row, limits: MediaLimits) -> tuple[bytes, Path | None, str]:
     """Return the bytes of an image, the file they are in, if any, and what to call it.
 
     Raises:
@@ -91,7 +91,7 @@ def frames_of(picture: Picture) -> list[Picture] | None:
     ]
 
 
-def check_size(kind: Kind, num_bytes: int, limits: ImageLimits) -> None:
+def check_size(kind: Kind, num_bytes: int, limits: MediaLimits) -> None:
     """Refuse a file that is too large, with `Unusable`."""
     if num_bytes > (most := limits.most_bytes(kind)):
         setting = "max_image_bytes" if kind == "image" else "max_media_bytes"
@@ -110,7 +110,7 @@ def file_content(path: Path, most: int, noun: str = "file") -> bytes:
         raise Unusable(f"the {noun} {str(path)!r} cannot be read: {error}", how) from error
 
 
-def _bytes(value: object, kind: Kind, limits: ImageLimits) -> bytes:
+def _bytes(value: object, kind: Kind, limits: MediaLimits) -> bytes:
     if isinstance(value, str):
         return _from_base64(value, kind, limits)
     if not isinstance(value, bytes | bytearray | memoryview):
@@ -120,7 +120,7 @@ def _bytes(value: object, kind: Kind, limits: ImageLimits) -> bytes:
 
 
 def _named(
-    value: str, row: Row, limits: ImageLimits, picture: Picture
+    value: str, row: Row, limits: MediaLimits, picture: Picture
 ) -> tuple[bytes, Path | None, str]:
     kind = picture.kind
     noun = NOUNS[kind]
@@ -143,7 +143,7 @@ def _named(
     return file_content(path, limits.most_bytes(kind) + 1, noun), path, value
 
 
-def _from_base64(text: str, kind: Kind, limits: ImageLimits) -> bytes:
+def _from_base64(text: str, kind: Kind, limits: MediaLimits) -> bytes:
     check_size(kind, len(text) * 3 // 4 - 2, limits)
     try:
         return base64.b64decode("".join(text.split()), validate=True)
@@ -188,7 +188,7 @@ def _fetched(url: str, most: int) -> bytes:
         raise Unusable(f"{url[:200]!r} cannot be fetched: {error}", "check the URL") from error
 
 
-def _saved(image: Image, limits: ImageLimits) -> bytes:
+def _saved(image: Image, limits: MediaLimits) -> bytes:
     """Return an image of PIL as the bytes of a file that gives the same pixels."""
     from PIL import ImageOps
 
@@ -205,7 +205,7 @@ def _saved(image: Image, limits: ImageLimits) -> bytes:
     return file.getvalue()
 
 
-def _wave(value: Mapping[str, Any], limits: ImageLimits) -> bytes:
+def _wave(value: Mapping[str, Any], limits: MediaLimits) -> bytes:
     """Return a sound that is an array, `[samples]` or `[channels, samples]`, as a file that gives
     the same numbers."""
     rate = value.get("sampling_rate")

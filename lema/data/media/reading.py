@@ -16,27 +16,27 @@ from lema.data.chat.pictures import MARKS, NOUNS, Kind, Picture, kinds_in
 from lema.data.chat.turns import Span
 from lema.data.columns import MEDIA_COLUMNS
 from lema.data.files import Row
-from lema.data.images.decoder import Decoded, Decoder
-from lema.data.images.limits import IMAGES_PER_ROW, ImageLimits
-from lema.data.images.processor import Expanded, ImageProcessor
-from lema.data.images.rows import ImageRecord, RowImages
-from lema.data.images.sources import ImageSource, Spool, source_of
+from lema.data.media.decoder import Decoded, Decoder
+from lema.data.media.limits import IMAGES_PER_ROW, MediaLimits
+from lema.data.media.processor import Expanded, MediaProcessor
+from lema.data.media.rows import MediaRecord, RowMedia
+from lema.data.media.sources import MediaSource, Spool, source_of
 
-__all__ = ["ImageReading", "RowPictures", "with_column"]
+__all__ = ["DecodedRow", "MediaReading", "with_column"]
 
 # what stands for one in the texts of LLaVA's data, and of those after it
 WORDS: Mapping[Kind, str] = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
 
 
 @dataclass(frozen=True)
-class RowPictures:
+class DecodedRow:
     """The decoded images, videos and sounds of one row, while it is read."""
 
-    sources: tuple[ImageSource, ...]
+    sources: tuple[MediaSource, ...]
     images: tuple[Decoded, ...]
 
 
-class ImageReading:
+class MediaReading:
     """What images, videos and sounds are read with; it lives as long as a data set is read.
 
     Args:
@@ -51,8 +51,8 @@ class ImageReading:
 
     def __init__(
         self,
-        opened: Callable[[], ImageProcessor],
-        limits: ImageLimits,
+        opened: Callable[[], MediaProcessor],
+        limits: MediaLimits,
         spool: Spool,
         image_tokens: Sequence[int],
     ) -> None:
@@ -60,15 +60,15 @@ class ImageReading:
         self._image_tokens = tuple(image_tokens)
         self._limits = limits
         self._spool = spool
-        self.records: dict[str, ImageRecord] = {}
+        self.records: dict[str, MediaRecord] = {}
 
-    def at(self, folders: Mapping[str, Any]) -> ImageReading:
+    def at(self, folders: Mapping[str, Any]) -> MediaReading:
         """Return the same for data files in these folders, by what rows name as their source."""
         limits = replace(self._limits, folders=folders)
-        return ImageReading(self._opened, limits, self._spool, self._image_tokens)
+        return MediaReading(self._opened, limits, self._spool, self._image_tokens)
 
     @cached_property
-    def processor(self) -> ImageProcessor:
+    def processor(self) -> MediaProcessor:
         """The model's processor."""
         return self._opened()
 
@@ -77,7 +77,7 @@ class ImageReading:
         """What decodes images, videos and sounds."""
         return Decoder(self._limits, lambda: self.processor)
 
-    def pictures(self, row: Row, pictures: Sequence[Picture]) -> RowPictures:
+    def pictures(self, row: Row, pictures: Sequence[Picture]) -> DecodedRow:
         """Return the images, videos and sounds of a row.
 
         Args:
@@ -108,18 +108,18 @@ class ImageReading:
                 raise row.broken(what, how="remove some, or raise max_media_seconds")
             sources.append(source)
             images.append(image)
-        return RowPictures(tuple(sources), tuple(images))
+        return DecodedRow(tuple(sources), tuple(images))
 
     def expanded(
-        self, text: str, spans: Sequence[Span], pictures: RowPictures, row: Row
-    ) -> tuple[Expanded, ImageRecord]:
+        self, text: str, spans: Sequence[Span], pictures: DecodedRow, row: Row
+    ) -> tuple[Expanded, MediaRecord]:
         """Return a rendered chat as tokens, and the record of its images. `DataError` as of
-        `ImageProcessor.expand`."""
+        `MediaProcessor.expand`."""
         expanded = self.processor.expand(text, spans, pictures.images, row)
         places = np.flatnonzero(expanded.images)
         end = int(places[-1]) + 1 if len(places) else 0
         extents = tuple(map(self.decoder.extent, pictures.images))
-        return expanded, ImageRecord(text, pictures.sources, 0, end, expanded.spans, extents)
+        return expanded, MediaRecord(text, pictures.sources, 0, end, expanded.spans, extents)
 
     def check_tokens(self, row: Row, ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Refuse a row without images that has a token for one, as words that write it out have.
@@ -137,9 +137,9 @@ class ImageReading:
         what = "the row has the model's token for an image in its text, and no image"
         raise row.broken(what, how="give the image, or write the word for it in another way")
 
-    def rows(self, record: ImageRecord | None) -> RowImages:
+    def rows(self, record: MediaRecord | None) -> RowMedia:
         """Return the images of one row, for its micro-batch."""
-        return RowImages([record], self.processor, self.decoder)
+        return RowMedia([record], self.processor, self.decoder)
 
 
 def with_column(row: Row, chat: Chat) -> Chat:

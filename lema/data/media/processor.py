@@ -23,9 +23,9 @@ from lema.data.chat.pieces import Ids, Learnt
 from lema.data.chat.tokens import tokenizing
 from lema.data.chat.turns import Span
 from lema.data.files import Row
-from lema.data.images.decode import Unusable
-from lema.data.images.decoder import Decoded
-from lema.data.images.videos import Facts, Video
+from lema.data.media.decode import Unusable
+from lema.data.media.decoder import Decoded
+from lema.data.media.videos import Facts, Video
 from lema.errors import DataError, LemaError, installing, message_of
 from lema.storage.modelfiles import library_errors
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["Expanded", "ImageProcessor"]
+__all__ = ["Expanded", "MediaProcessor"]
 
 MARK = chr(0x107FFC)  # at the beginning and at the end of trained words, for the processor's input
 OF_TOKENS = ("input_ids", "attention_mask")
@@ -66,7 +66,7 @@ class Expanded:
     spans: tuple[Span, ...]
 
 
-class ImageProcessor:
+class MediaProcessor:
     """A processor that was published with a model.
 
     Args:
