@@ -20,8 +20,8 @@ from lema.activations.boundaries import view_like
 from lema.activations.chunks.copies import (
     NUM_SLOTS,
     ChunkDownloads,
-    ChunksInPlace,
     ChunkUploads,
+    ResidentChunks,
 )
 from lema.activations.chunks.cuts import ChunkInputs, Cut
 from lema.backend import Carrier, DeviceSlots, Download, Upload
@@ -119,7 +119,7 @@ class HostPool:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor in host memory, with any values. The device may still read what was in
-        that memory before: whoever writes there otherwise than by `downloads` calls `settle`."""
+        that memory before, so `synchronize` comes before the host itself writes there."""
         like = torch.empty(tuple(shape), dtype=dtype, device="meta")
         fitting = [memory for memory in self._free if len(memory) >= like.nbytes]
         if fitting:
@@ -143,7 +143,7 @@ class HostPool:
     def take_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor in host memory, of zeros, to which the host may write."""
         tensor = self.take(shape, dtype)
-        self.settle(tensor)
+        self.synchronize(tensor)
         return tensor.zero_()
 
     def give(self, tensor: Tensor) -> None:
@@ -154,7 +154,7 @@ class HostPool:
             memory = torch.empty(0, dtype=torch.uint8)
             self._free.append(memory.set_(storage))
 
-    def settle(self, tensor: Tensor) -> None:
+    def synchronize(self, tensor: Tensor) -> None:
         """Block until no copy from or to a tensor is under way, so that the host may read it and
         write to it."""
         for wait in self._in_flight.pop(tensor.untyped_storage()._cdata, {}).values():
@@ -173,7 +173,7 @@ class HostPool:
             order: their numbers, as they will be asked for.
         """
         if not (self._copies and self._holds(state)):
-            yield ChunksInPlace(state, cuts, self._carrier.device)
+            yield ResidentChunks(state, cuts, self._carrier.device)
             return
         largest = max(cut.like(state).nbytes for cut in cuts)
         slots = self._take_slots(largest)

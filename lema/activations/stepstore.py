@@ -252,7 +252,7 @@ class StepBoundaries:
                 }
         self._to_come = len(likes)
         self._to_fetch = len(self._order)
-        self._chunks_kept = set[Key]()
+        self._saved_chunks = set[Key]()
         tier.begin([*likes.values()])
 
     @property
@@ -277,13 +277,13 @@ class StepBoundaries:
         whose memory may be used again afterwards. A chunk of a micro-batch whose forward is
         attempted again is kept already. Other arguments, and errors, are those of `keep`."""
         key = (layer, index, number)
-        if key in self._chunks_kept:
+        if key in self._saved_chunks:
             yield chunk.detach().contiguous()
             return
         layer_input, like = self._counted(chunk)
         with self._trace.span("boundaries", f"keep layer {layer}"):
             download = self._tier.keep_chunk(key, layer_input, like, self._to_come)
-        self._chunks_kept.add(key)
+        self._saved_chunks.add(key)
         try:
             yield layer_input
         finally:

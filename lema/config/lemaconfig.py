@@ -335,6 +335,12 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     through it in chunks (`sequence_chunk`): `device`, or `host`, from where attention has a few
     blocks of them at a time. auto: `device`, or else `host` if a step fits only so into
     `device_memory`; a resumed run keeps it. `lema generate` has an option for its own."""
+    mlp_tile_tokens: Reported[Annotated[int, Field(ge=1)] | Literal["auto"] | None] = None
+    """Tokens of which MLPs and experts run at once (a tiled MLP), and any other part of a layer
+    that works token by token: it keeps its input alone, and runs again in tiles in the backward.
+    Losses and gradients change by rounding, and with dropout also the random numbers. auto: no
+    tiles if a step fits into `device_memory` without, else the largest, a power of two, with which
+    it fits; a resumed run keeps them. null: all tokens at once."""
     context_parallel_size: Reported[Annotated[int, Field(ge=2)] | None] = None
     """Processes that divide the sequence of each row between them (context parallelism), of those
     that `torchrun` starts. Losses and gradients change as with `sequence_chunk`, which then says
@@ -491,6 +497,7 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
             yield Problem("tower_cache", what, "set modalities to all, or leave tower_cache out")
         yield from self._about_offloading()
         yield from self._about_chunks()
+        yield from self._about_tiles()
         yield from disagreements_of_objective(self)
         yield from disagreements_of_batches(
             self,
@@ -596,6 +603,20 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
                 how = "are not divided over processes" if setting == DIVIDED else _IN_CHUNKS
                 yield Problem(setting, f"sequences {how} with {conflict}", "leave one of them out")
 
+    def _about_tiles(self) -> Iterator[Problem]:
+        """Yield what MLPs in tiles have not been tested with."""
+        if self.mlp_tile_tokens is None:
+            return
+        untested = {
+            "torch_compile": self.torch_compile,
+            "tensor_parallel_size": (self.tensor_parallel_size or 1) > 1,
+            "sequence_parallel": self.sequence_parallel,
+        }
+        for conflict, is_set in untested.items():
+            if is_set:
+                what = f"MLPs do not run in tiles with {conflict}"
+                yield Problem("mlp_tile_tokens", what, "leave one of them out")
+
     def _about_offloading(self) -> Iterator[Problem]:
         mode = self.activation_offloading
         tier = self.boundary_activations
@@ -627,6 +648,11 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     def chunk_tokens(self) -> int | None:
         """Tokens that go through a layer at once; None: whole sequences, or the plan's choice."""
         return None if self.sequence_chunk == "auto" else self.sequence_chunk
+
+    @property
+    def tile_tokens(self) -> int | None:
+        """Tokens of which MLPs run at once; None: all, or the plan's choice."""
+        return None if self.mlp_tile_tokens == "auto" else self.mlp_tile_tokens
 
     @property
     def cuts_sequences(self) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lema.model.capture import replaced
-from lema.model.shared_inputs import PRODUCTS, Product
+from lema.model.shared_inputs import PRODUCTS, Product, is_unwatched
 
 __all__ = ["AdaptedLinears", "LastLinear", "SavedProducts", "Skipped"]
 
@@ -236,6 +236,8 @@ def _linear(
     **kwargs: Any,
 ) -> Tensor:
     """Call a linear, and note that it was the last one."""
+    if is_unwatched():
+        return forward(*args, **kwargs)
     begun = saved()
     out = forward(*args, **kwargs)
     last.begin(linear, begun)
@@ -249,6 +251,8 @@ def _dropout(
     """Call a dropout; what it saves counts as the last linear's if it is given what that
     returned.
     """
+    if is_unwatched():
+        return forward(inputs)
     follows = inputs is last.output() and saved() == last.ended
     out = forward(inputs)
     if follows:

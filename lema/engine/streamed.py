@@ -32,7 +32,7 @@ from lema.engine.head.pieces import PiecedHead, piece_passes
 from lema.engine.head.routers import router_loss_of
 from lema.engine.head.rows import RowLoss
 from lema.engine.layers.chunk_visit import cuts_of
-from lema.engine.layers.chunked import check_cuts
+from lema.engine.layers.chunked import check_cuts, check_plain
 from lema.engine.layers.image_rows import front_of_images
 from lema.engine.layers.layer_pass import LayerPass, layers_of
 from lema.engine.layers.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
@@ -47,6 +47,7 @@ from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.flow import LayerCall, Prelude
 from lema.model.inputs import IMAGES, model_inputs
+from lema.model.layers.tiles import TILES
 from lema.model.sequence.division import RowDivision
 from lema.model.sequence.host_keys import HostKeys
 from lema.stream import LayerStream, Lease, StreamCounters
@@ -70,6 +71,7 @@ class StreamedModel:
         sequence_chunk: tokens of a sequence that go through a layer at once; None: all.
         division: how processes divide rows; None: each has rows of its own.
         host_keys: as in `Engine`.
+        tile_tokens: tokens of which modules that work token by token run at once; None: all.
 
     Attributes:
         engine: the objects that the layers of a pass work with.
@@ -100,6 +102,7 @@ class StreamedModel:
         sequence_chunk: int | None = None,
         division: RowDivision | None = None,
         host_keys: HostKeys | None = None,
+        tile_tokens: int | None = None,
     ) -> None:
         self.head = head
         self.activations = activations or Activations(split, backend, stream.trace)
@@ -129,6 +132,9 @@ class StreamedModel:
         self.layers = layers_of(self.engine, in_chunks=in_chunks)
         if in_chunks:
             check_cuts(self.engine)
+        split.tiles.resize(tile_tokens)
+        if tile_tokens is not None:
+            check_plain(self.engine, "MLPs do not run in tiles", TILES)
         self._away = HostStates(backend)
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None

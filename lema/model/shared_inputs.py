@@ -25,7 +25,16 @@ from transformers.pytorch_utils import Conv1D
 from lema.model import capture
 from lema.model.state.snapshot import rehearsed
 
-__all__ = ["PRODUCTS", "Product", "SharedInputs", "multiply_together", "tried"]
+__all__ = [
+    "PRODUCTS",
+    "Product",
+    "SharedInputs",
+    "is_unwatched",
+    "multiply_together",
+    "sharing_now",
+    "tried",
+    "unwatched",
+]
 
 # each multiplies its argument by a matrix, and saves no more than that
 PRODUCTS = (nn.Linear.forward, Conv1D.forward)
@@ -35,6 +44,7 @@ PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
 
 # of the layer that is being run
 _running: ContextVar[SharedInputs | None] = ContextVar("_running", default=None)
+_unwatched: ContextVar[bool] = ContextVar("_unwatched", default=False)
 
 
 def multiply_together(model: nn.Module) -> None:
@@ -50,6 +60,39 @@ def tried() -> bool:
     """Whether the layer that is being run is on trial, on copies of its tensors without values."""
     running = _running.get()
     return running is not None and running._seen is not None
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Have nothing note or skip products in a `with` block, because they are of a few tokens."""
+    token = _unwatched.set(True)
+    try:
+        yield
+    finally:
+        _unwatched.reset(token)
+
+
+def is_unwatched() -> bool:
+    """Whether nothing notes or skips products now."""
+    return _unwatched.get()
+
+
+def sharing_now() -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which linears multiply together as they do in the layer that is being
+    run."""
+    now = _running.get()
+
+    @contextmanager
+    def sharing() -> Iterator[None]:
+        token = _running.set(now)
+        try:
+            yield
+        finally:
+            _running.reset(token)
+            if now is not None:
+                now.clear()
+
+    return sharing
 
 
 class Together(Linear):
@@ -79,7 +122,7 @@ class Product:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return `[..., out_features]` of an input `[..., in_features]`."""
-        if inputs.is_meta:  # in a trial
+        if inputs.is_meta or is_unwatched():  # in a trial, or in a tile
             return self.form(inputs)
         if (output := self.unformed(inputs)) is None:
             output = self.form(inputs)
@@ -124,8 +167,12 @@ class SharedInputs:
             yield
         finally:
             _running.reset(token)
-            self._last_input = None
-            self._outputs.clear()
+            self.clear()
+
+    def clear(self) -> None:
+        """Let go of the last input, and of what was made of it."""
+        self._last_input = None
+        self._outputs.clear()
 
     def _learn(self, layer: nn.Module, tensors: Mapping[str, Tensor], *arguments: object) -> None:
         """See what shares an input, in a trial on copies without values, as a graph and its
@@ -228,7 +275,7 @@ def _factors(linear: Together, inputs: Tensor) -> _Factors | None:
     ):
         return None
     name = active[0]
-    product = vars(linear.base_layer).get("forward")
+    product = None if is_unwatched() else vars(linear.base_layer).get("forward")
     base: Any = linear.base_layer
     left: Any = linear.lora_A[name]
     right: Any = linear.lora_B[name]

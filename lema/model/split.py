@@ -35,6 +35,7 @@ from lema.model.layers.adapters import computing_with
 from lema.model.layers.attached import AttachedLayers
 from lema.model.layers.compiled import CompiledLayers
 from lema.model.layers.routing import replayed
+from lema.model.layers.tiles import TokenTiles
 from lema.model.row_tables import RowTables
 from lema.model.sequence.cache import LayerKind, SequenceCache, kinds_of
 from lema.model.sequence.chunks import Allocate, ChunkedRows
@@ -140,6 +141,11 @@ class Split:
     def layers_name(self) -> str:
         """What the decoder layers are called in the model."""
         return self.attached.name
+
+    @property
+    def tiles(self) -> TokenTiles:
+        """What of the layers runs in tiles of tokens."""
+        return self.attached.tiles
 
     @property
     def owner(self) -> nn.Module:
@@ -494,7 +500,8 @@ class Split:
             names = self.attached.names(index)
             stored = names.buffers(tensors)
             together = self.attached.inputs_shared(index, tensors, args, kwargs)
-            with restored_parameters(names.adapted), together:
+            tiled = self.tiles.used(index, next(capture.tensors_in([args, kwargs]), None))
+            with restored_parameters(names.adapted), together, tiled:
                 out = torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
         for name, buffer in stored.items():
             if tensors[name] is not buffer or buffer._version:
@@ -518,7 +525,9 @@ class Split:
         suspended = Suspended(self._backend.rng_state)
         assert experts is not None
         try:
-            with replaced({experts.module: suspended.reached}), suspended.tape:
+            # experts in groups run on few tokens at once as they are
+            untiled = self.tiles.sized(None)
+            with untiled, replaced({experts.module: suspended.reached}), suspended.tape:
                 output = run()
             if any(
                 suspended.tape.number(tensor) is not None

@@ -7,13 +7,14 @@ which `lema.plan.allocate` finds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from lema.backend.registry import has_addresses
 from lema.errors import ConfigError, MemoryLimitError
+from lema.model.layers.tiles import TILES
 from lema.plan.allocate import layers_stay, untimed, whether_recomputed
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import seconds
@@ -30,7 +31,7 @@ LESS = (256, 64)
 # groups of a layer: rather than use more, run the part before the experts again, so that less waits
 FEW_GROUPS = 8
 SETTING = "experts_per_slot"
-SMALLEST = 256  # tokens of a chunk: those of fewer compute slower than their tokens tell
+SMALLEST = 256  # tokens of a chunk or a tile: those of fewer compute slower than they tell
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Choice:
     # whether what such a layer has before its experts is run twice in the backward
     runs_again: bool = False
     chunk: int | None = None  # tokens that go through a layer at once; None: all of a row
+    tile: int | None = None  # tokens of which MLPs run at once; None: all
 
 
 def choice_of(planner: Planner) -> Choice:
@@ -55,6 +57,7 @@ def choice_of(planner: Planner) -> Choice:
         planner.blueprint.experts,
         planner.blueprint.runs_again,
         planner.shape.micro_batch.chunk,
+        planner.shape.micro_batch.tile,
     )
 
 
@@ -66,7 +69,9 @@ def cut(planner: Planner, choice: Choice) -> Planner:
     """
     blueprint = _in_groups(planner.blueprint, choice.experts, runs_again=choice.runs_again)
     blueprint = _with_head(blueprint, in_pieces=choice.head_in_pieces)
-    micro_batch = replace(planner.shape.micro_batch, rows=choice.rows, chunk=choice.chunk)
+    micro_batch = replace(
+        planner.shape.micro_batch, rows=choice.rows, chunk=choice.chunk, tile=choice.tile
+    )
     longer = choice.rows / planner.shape.micro_batch.rows
     planner = replace(
         planner,
@@ -142,8 +147,9 @@ def best(planner: Planner) -> Planner:
     one; if none fits that of the last, which says so when it is asked for its needs.
 
     Where the settings leave it open, rows go through layers as they are if any candidate fits so,
-    else in the largest chunks with which one does; and keys and values of the layer at work are on
-    the device if a candidate fits so, else in host memory if one does only then."""
+    else with MLPs in the largest tiles, else in the largest chunks with which one does; and keys
+    and values of the layer at work are on the device if a candidate fits so, else in host memory if
+    one does only then."""
     if not planner.keys_are_open:
         return _best_in_place(planner)[0]
     on_device, fits = _best_in_place(_with_keys(planner, "device"))
@@ -171,28 +177,83 @@ def _with_keys(planner: Planner, place: Literal["device", "host"]) -> Planner:
 def _best_in_place(planner: Planner) -> tuple[Planner, bool]:
     """Return what `best` does, with keys and values where the planner has them, and whether it
     fits."""
-    if planner.config.sequence_chunk != "auto":
+    config = planner.config
+    tiles = config.mlp_tile_tokens == "auto"
+    chunks = config.sequence_chunk == "auto"
+    if not (tiles or chunks):
         chosen, fits = _first_that_fits(planner)
         # of the settings without a limit, what does not fit is told when it does not
         return chosen, fits and (not planner.chooses_keys or _in_memory(chosen))
-    chosen, fits = _first_that_fits(_with_chunk(planner, None))
+    if tiles:
+        planner = _with_tile(planner, None)
+    uncut = _with_chunk(planner, None) if chunks else planner
+    chosen, fits = _first_that_fits(uncut)
     if fits and _in_memory(chosen):
         return chosen, True
-    length = planner.shape.micro_batch.length
-    sizes = [1 << power for power in range(SMALLEST.bit_length() - 1, (length - 1).bit_length())]
+    smallest = chosen
+    if tiles and (sizes := _tile_sizes(uncut)):
+        if (fitting := _largest(uncut, sizes, _with_tile)) is not None:
+            return fitting, True
+        smallest = _first_that_fits(_with_tile(uncut, sizes[0]))[0]
+    if chunks and (sizes := _sizes(planner.shape.micro_batch.length)):
+        if (fitting := _largest(planner, sizes, _with_chunk)) is not None:
+            return fitting, True
+        smallest = _first_that_fits(_with_chunk(planner, sizes[0]))[0]
+    return smallest, False
+
+
+def _sizes(tokens: int) -> list[int]:
+    """Return the powers of two that are fewer than so many tokens."""
+    return [1 << power for power in range(SMALLEST.bit_length() - 1, (tokens - 1).bit_length())]
+
+
+def _tile_sizes(planner: Planner) -> list[int]:
+    """Return how many tokens a tile may have; none where nothing in layers works token by token."""
+    sizes = _sizes(planner.shape.micro_batch.tokens)
+    try:
+        if sizes:
+            _with_tile(planner, sizes[-1])
+    except ConfigError as error:
+        if error.where != TILES:
+            raise
+        return []
+    return sizes
+
+
+def _largest(
+    planner: Planner, sizes: Sequence[int], with_size: Callable[[Planner, int], Planner]
+) -> Planner | None:
+    """Return the planner with the largest of some sizes with which a step fits; None: with none.
+
+    Args:
+        planner: of steps without them.
+        sizes: the smallest first.
+        with_size: returns the planner of the same steps with one.
+    """
     low, high = 0, len(sizes)  # of the sizes, as many fit
     fitting = None
     while low < high:
         middle = (low + high + 1) // 2
-        candidate, fits = _first_that_fits(_with_chunk(planner, sizes[middle - 1]))
+        candidate, fits = _first_that_fits(with_size(planner, sizes[middle - 1]))
         if fits and _in_memory(candidate):
             fitting = candidate
             low = middle
         else:
             high = middle - 1
-    if fitting is not None:
-        return fitting, True
-    return _first_that_fits(_with_chunk(planner, sizes[0]))[0] if sizes else chosen, False
+    return fitting
+
+
+def _with_tile(planner: Planner, tile: int | None) -> Planner:
+    """Return the planner of the same steps with MLPs in tiles of a size; None: without."""
+    micro_batch = replace(planner.shape.micro_batch, tile=tile)
+    return replace(
+        planner,
+        config=planner.config.model_copy(update={"mlp_tile_tokens": tile}),
+        shape=replace(planner.shape, micro_batch=micro_batch),
+        workload=None if planner.workload is None else planner.work(micro_batch),
+        timings=None,
+        chooses_tile=True,
+    )
 
 
 def _with_chunk(planner: Planner, chunk: int | None) -> Planner:

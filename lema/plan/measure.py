@@ -336,6 +336,7 @@ def _one_of_each(
     for index in loaded_layers.keys() - set(firsts):
         del loaded_layers[index]  # because its memory may be needed for another
     split = Split(seen.model, backend, parallel=parallel, learned=seen.learned, cast=seen.cast)
+    split.tiles.resize(batch.tile)
     split.model.train()
     for index in firsts:
         for parameter in split.layers[index].parameters():

@@ -61,6 +61,8 @@ class Planner:
     chooses_chunk: bool = False
     # whether it has chosen where keys and values wait between chunks
     chooses_keys: bool = False
+    # whether it has chosen of how many tokens MLPs run at once
+    chooses_tile: bool = False
     # what was looked at already
     workload_cache: dict[tuple[MicroBatch, int, bool], Workload] = field(default_factory=dict)
 
@@ -141,6 +143,8 @@ class Planner:
         """
         chunk = chunk_tokens or self.config.loss_chunk_tokens or CHUNK_TOKENS
         drawn = self.blueprint
+        if drawn.parts is not None:  # layers with experts in groups run without tiles
+            batch = replace(batch, tile=None)
         key = (batch, chunk, bool(drawn.pieces))
         if key not in self.workload_cache:
             if batch.is_cut:
@@ -236,6 +240,8 @@ class Planner:
             settings["sequence_chunk"] = self.shape.micro_batch.chunk
         if self.chooses_keys:
             settings["keys_values"] = self.config.keys_values
+        if self.chooses_tile:
+            settings["mlp_tile_tokens"] = self.shape.micro_batch.tile
         is_full = rows * self.config.gradient_accumulation_steps >= self.shape.num_rows
         return (
             settings

@@ -30,6 +30,7 @@ from lema.plan.planner import Planner, StepNeeds, planner_of, timed
 from lema.plan.simulation.simulator import Simulated
 from lema.plan.work.chunk_work import chunks_note
 from lema.plan.work.step import StepShape, step_shape
+from lema.plan.work.tiles import tiles_note
 from lema.plan.work.workload import MicroBatch, Workload, grown
 from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
@@ -568,6 +569,11 @@ def _notes(planner: Planner) -> tuple[str, ...]:
         notes.append(note)
     if note := chunks_note(planner.shape.micro_batch, planner.workload):
         notes.append(note)
+    blueprint = planner.blueprint
+    if planner.workload is not None and blueprint.parts is None:
+        kinds = planner.workload.kinds
+        if note := tiles_note(blueprint.split, kinds, planner.shape.micro_batch):
+            notes.append(note)
     return tuple(notes)
 
 

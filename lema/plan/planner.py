@@ -51,6 +51,7 @@ __all__ = [
 
 
 Chosen = Callable[[PreTrainedModel], Callable[[str], bool]]
+SIZES = ("sequence_chunk", "mlp_tile_tokens")  # settings that a plan may choose
 
 
 def planner_of(
@@ -150,9 +151,9 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
     from; else disk, link and one layer of each kind are, in a few seconds; of weights that train
     nothing is. Several processes ask for it at once, and get the same. Activations count where they
     can be told; else weights alone, with a warning where limits are numbers."""
-    leaves_chunk = planner.config.sequence_chunk == "auto"
-    if leaves_chunk and not trains:  # for rows that are only evaluated
-        uncut = planner.config.model_copy(update={"sequence_chunk": None})
+    open_sizes = [name for name in SIZES if getattr(planner.config, name) == "auto"]
+    if open_sizes and not trains:  # for rows that are only evaluated
+        uncut = planner.config.model_copy(update=dict.fromkeys(open_sizes))
         planner = replace(planner, config=uncut)
     config = planner.config
     machine_state = planner.machine_state
@@ -166,7 +167,7 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
     limited = config.device_memory not in (None, "auto") or config.host_memory is not None
     unlimited = planner.unlimited()
     unlimited_memory = config.device_memory is None and not limited
-    leaves_open = leaves_chunk or planner.keys_are_open
+    leaves_open = bool(open_sizes) or planner.keys_are_open
     if not trains or (unlimited_memory and not machine_state.resident_fraction and not leaves_open):
         if (
             trains

@@ -141,6 +141,7 @@ def _prepare(model: LemaModel, out: Callable[[str], None]) -> None:
     model.initialize_lora()
     leaves_chunk = model.config.sequence_chunk == "auto"
     leaves_keys = model.config.keys_values == "auto" and model.config.sequence_chunk is not None
+    leaves_tile = model.config.mlp_tile_tokens == "auto"
     if model.settle_tokens():
         tokens = model.config.tokens_per_step
         out(f"tokens_per_step: auto is {tokens:,}, from which reading is hidden behind computing")
@@ -153,6 +154,11 @@ def _prepare(model: LemaModel, out: Callable[[str], None]) -> None:
         model.allocation  # noqa: B018 - as above
         if model.config.keys_values == "host":
             out("keys_values: auto is host, because a step does not fit the device otherwise")
+    if leaves_tile:
+        model.allocation  # noqa: B018 - which chooses it
+        batch = model.planner.shape.micro_batch
+        chosen = "none, because a step fits without" if batch.tile is None else f"{batch.tile:,}"
+        out(f"mlp_tile_tokens: auto is {chosen}, for micro-batches of {batch.tokens:,} tokens")
 
 
 def _about(model: LemaModel) -> Iterator[str]:

@@ -35,11 +35,12 @@ DIRECTORY = Path("lema-demo")  # the default; relative, as a user's is
 STEPS = 24
 # configs that several processes run: tests/neuron/test_launch.py has the commands in their headers
 NEURON = "neuron_"
-IMAGES = "lora_images"  # which tests/train/test_image_runs.py runs with a model that sees images
+# which tests/train/test_image_runs.py and test_sound_runs.py run with models that see and hear
+MEDIA = ("lora_images", "lora_audio")
 CONFIGS = sorted(
     file
     for file in (Path(__file__).parents[2] / "configs").glob("*.yaml")
-    if not file.name.startswith((NEURON, IMAGES))
+    if not file.name.startswith((NEURON, *MEDIA))
 )
 
 

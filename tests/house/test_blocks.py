@@ -42,6 +42,7 @@ RUN = {  # name of a block, and the tests that run it
     "sft example": "tests/peers_trl/test_trl_page.py",
     "images example": "tests/peers_trl/test_trl_images.py",
     "images rows": "tests/train/test_image_runs.py",
+    "sounds rows": "tests/train/test_sound_runs.py",
     "reward example": "tests/peers_trl/test_trl_page.py",
     "grpo example": "tests/peers_trl/test_trl_page.py",
     "mixin example": "tests/peers_trl/test_trl_page.py",

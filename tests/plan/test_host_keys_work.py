@@ -16,6 +16,7 @@ from lema.errors import ConfigError, MemoryLimitError
 from lema.model.sequence import host_keys
 
 ROW = 16384
+KEY_BYTES = 2 * 2 * 32 * 4  # of keys and values of a token, in fp32
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +46,22 @@ def test_a_step_takes_what_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert keys is not None
     held = sum(len(page) for pages in keys.store._free.values() for page in pages)
     model.close()
-    assert 0.95 * taken <= told <= 1.2 * taken
-    assert held <= demand_told(config).paged_bytes <= 1.1 * held
+    # On the CPU a page that comes is the host's own: of keys two come at a time, and of sums.
+    pages = 4 * demand_told(config).paged_bytes // (2 * LENGTH // host_keys.KEYS)
+    assert 0.95 * taken <= told <= 1.05 * taken + pages
+    # all pages of keys, values and sums; a few of so short a row never leave the device
+    assert held <= demand_told(config).paged_bytes == 2 * KEY_BYTES * LENGTH
     on_device = config.model_copy(update={"keys_values": "device"})
     assert told < told_of(on_device, "host")
 
 
 def test_they_wait_in_host_memory_if_a_step_fits_only_so(hollow: Path) -> None:
     options: dict[str, Any] = {"sequence_chunk": 1024}
-    roomy, planner = planned(hollow, "2GB", **options)
+    _, planner = planned(hollow, "2GB", **options)
     assert not planner.shape.micro_batch.host_keys
     assert planner.chosen["keys_values"] == "device"
-    needed = sum(roomy.memory.device.values())
+    bare, _ = planned(hollow, None, keys_values="device", **options)
+    needed = sum(bare.memory.device.values())
     keys_bytes = 2 * 16 * 64 * (2 + 4) * ROW
     limit = f"{(needed - keys_bytes // 2) // 1000}KB"
     plan, planner = planned(hollow, limit, **options)

@@ -25,6 +25,7 @@ from quantized import KINDS, prepared, published
 from seconddevice import SecondDevice
 from seconddevice.backend import SecondBackend
 from seconddevice.steps import WITHIN, Step, by_turns, on_both, opened, take
+from smallblocks import use_small_blocks
 from tiny import NUM_LAYERS, Checkpoint, micro_batches
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen3MoeConfig
@@ -78,6 +79,27 @@ def test_memory_is_spent_in_any_way(
     with second.course(seed):
         on_device, on_cpu = on_both(model, micro_batches(4, padding=True), steps=2, **settings)
     assert on_device.distance(on_cpu) < WITHIN * (10 if "pieces" in name else 1)
+
+
+@pytest.mark.parametrize("seed", [None, 5], ids=["late", "by-chance"])
+def test_keys_and_values_wait_in_host_memory_between_chunks(
+    checkpoint_of: CheckpointOf,
+    second: SecondDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int | None,
+) -> None:
+    """Bit for bit as on the device: pages come when they are read, and leave when they were
+    written."""
+    use_small_blocks(monkeypatch)
+    model = checkpoint_of("mistral").streamed
+    taken = []
+    with second.course(seed):
+        for place in ("device", "host"):
+            settings = {"sequence_chunk": 5, "keys_values": place, "boundary_activations": "host"}
+            with opened(model, "second", **settings) as streamed:
+                take(streamed, micro_batches(2, padding=True))
+                taken.append(take(streamed, micro_batches(2, padding=True)))
+    assert taken[1].distance(taken[0]) == 0
 
 
 @pytest.mark.parametrize("size", [2, 3])

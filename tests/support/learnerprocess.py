@@ -75,6 +75,11 @@ class LearnerProcess:
     def secret(self) -> str:
         return (self.directory / "token").read_text().split()[1]
 
+    @property
+    def pid(self) -> int:
+        assert self._pid is not None, "it runs"
+        return self._pid
+
     def _asked(self, line: str) -> int:
         assert self._forks.stdin is not None and self._forks.stdout is not None
         self._forks.stdin.write(f"{line}\n")

@@ -125,8 +125,7 @@ class Processed:
                 images=images if any(images) else None,
                 **({"audio": sounds, "sampling_rate": RATE} if sounds else {}),
                 **shown,
-                padding=True,
-                padding_side="right",
+                text_kwargs={"padding": True, "padding_side": "right"},
                 add_special_tokens=False,
                 return_tensors="pt",
             )

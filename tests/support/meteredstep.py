@@ -41,6 +41,8 @@ def device_bytes(model: LemaModel, micro_batches: Sequence[dict[str, Any]]) -> i
         # made again, because it holds on to what allocates
         model.adapter.activations.arena.close()
         patch.setattr(model.adapter.activations.pool, "_free", [])
+        if model.adapter.engine.host_keys is not None:
+            model.adapter.engine.host_keys.store.clear()
         return _metered(tally, model, micro_batches).peak
 
 

@@ -38,7 +38,7 @@ GROUPS = {
     "Memory": "device_memory host_memory experts_per_slot strategy gradient_checkpointing "
     "activation_offloading "
     "boundary_activations offload_dir embeddings head towers tower_cache tower_cache_size prefetch_depth loss_chunk_tokens "
-    "sequence_chunk "
+    "sequence_chunk keys_values mlp_tile_tokens "
     "page_locked cache_frozen_prefix",
     "Device and processes": "device tf32 deterministic torch_compile arithmetic shard_weights "
     "tensor_parallel_size sequence_parallel context_parallel_size",
@@ -60,10 +60,9 @@ This page lists every setting of a run. A setting is in a YAML file, after `--se
 `LemaConfig`. `python tests/support/settingspage.py > docs/settings.md` generates the page from the schema.
 `lema config schema` prints the schema, from which editors complete YAML.
 
-*Resumed* says what `--resume` does if the value has changed. *Refused*: the run ends. *Taken*: the run continues with
-the new value, and no number changes; LEMA compares the files of model and adapter in any case. *Taken, and said*: the
-run continues with the new value, and prints a line, because later numbers may change. *Compared*: LEMA compares the
-result of the setting, which is the rows or the adapter. `null` stands for none."""
+*Resumed* says what `--resume` does if the value has changed. *Refused*: the run ends. *Taken*: the run continues with the new value, and no number changes;
+LEMA compares the files of model and adapter in any case. *Taken, and said*: the run continues with the new value, and prints a line, because later numbers
+may change. *Compared*: LEMA compares the result of the setting, which is the rows or the adapter. `null` stands for none."""
 
 
 def page() -> Iterator[str]:

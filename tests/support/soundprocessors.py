@@ -5,7 +5,7 @@ few hundredths of a second that fit the models of `soundrows`.
 from __future__ import annotations
 
 import wave
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,34 @@ __all__ += ["write_sound"]
 RATE = 16_000
 
 
-def qwen2_audio(template: str = TEMPLATE) -> Any:
-    from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
+def _features() -> Any:
+    from transformers import WhisperFeatureExtractor
 
     # a second is as many frames as the tower has positions for
-    hears = WhisperFeatureExtractor(
+    return WhisperFeatureExtractor(
         feature_size=MELS, sampling_rate=RATE, hop_length=RATE // FRAMES, chunk_length=1
     )
+
+
+def qwen2_audio(template: str = TEMPLATE) -> Any:
+    from transformers import Qwen2AudioProcessor
+
     tokens = tokenizer(audio_token=IMAGE, audio_bos_token=BEGIN, audio_eos_token=END)
     template = template.replace("AUDIO", f"{BEGIN} {IMAGE} {END}")
-    return Qwen2AudioProcessor(hears, tokens, chat_template=template)
+    return Qwen2AudioProcessor(_features(), tokens, chat_template=template)
 
 
-HEARING: Mapping[str, Callable[..., Any]] = {"qwen2_audio": qwen2_audio}
+def glmasr(template: str = TEMPLATE) -> Any:
+    from transformers import GlmAsrProcessor
+
+    template = template.replace("AUDIO", IMAGE)
+    return GlmAsrProcessor(_features(), tokenizer(), template, audio_token=IMAGE)
+
+
+HEARING: Mapping[str, Callable[..., Any]] = {
+    "qwen2_audio": qwen2_audio,
+    "glmasr": glmasr,
+}
 """Processors by the type of their model."""
 
 
@@ -66,11 +81,13 @@ def _written(folder: Path, number: int, count: int) -> list[str]:
     ]
 
 
-def sound_rows(folder: Path, count: int = 9) -> list[dict[str, Any]]:
-    """Return chats with one, two and no sounds, whose files are written to a folder."""
+def sound_rows(
+    folder: Path, count: int = 9, sounds: Sequence[int] = (1, 2, 0)
+) -> list[dict[str, Any]]:
+    """Return chats with so many sounds in turn, whose files are written to a folder."""
     rows = []
     for number in range(count):
-        names = _written(folder, number, (1, 2, 0)[number % 3])
+        names = _written(folder, number, sounds[number % len(sounds)])
         asked: list[dict[str, Any]] = [{"type": "audio"}] * len(names)
         asked = [*asked, {"type": "text", "text": words(number, 3)}]
         answer = [{"type": "text", "text": words(number + 1, 5 + number % 4)}]

@@ -22,10 +22,15 @@ FRAMES = 32
 AUDIO = {"max_source_positions": FRAMES // 2, "num_mel_bins": MELS}
 SOUNDS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_audio": {"audio_config": AUDIO, "audio_token_index": SOUND_TOKEN},
-    # four frames of the tower are one of the projector
+    # four frames of the tower are a token of these
+    "glmasr": {
+        "audio_config": {"num_mel_bins": MELS, "intermediate_size": 128},
+        "audio_token_id": SOUND_TOKEN,
+    },
     "voxtral": {"audio_config": AUDIO | {"intermediate_size": 128}, "audio_token_id": SOUND_TOKEN},
 }
-TOKENS = {"qwen2_audio": 8, "voxtral": 4}  # of one sound
+TOKENS = {"qwen2_audio": 8, "glmasr": 4, "voxtral": 4}  # of one sound
+MASKS = {"qwen2_audio": "feature_attention_mask", "glmasr": "input_features_mask"}
 SOUND_TYPES = tuple(SOUNDS)
 VIDEO_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
 VIDEO = 2  # the kind of a token of a video
@@ -76,8 +81,8 @@ def sound_batch(model_type: str, counts: Sequence[int], seed: int = 0) -> dict[s
     if count := sum(counts):
         generator = torch.Generator().manual_seed(seed + 1)
         batch["input_features"] = torch.randn(count, MELS, FRAMES, generator=generator)
-        if model_type == "qwen2_audio":
-            batch["feature_attention_mask"] = torch.ones(count, FRAMES, dtype=torch.long)
+        if model_type in MASKS:
+            batch[MASKS[model_type]] = torch.ones(count, FRAMES, dtype=torch.long)
     return batch
 
 

@@ -27,13 +27,12 @@ CHUNK = 5
 ROUNDING = 5e-6  # of all gradients together: a delta net rounds more
 HANDS_ON = "hand on more than the hidden state"
 STATE = "rows of a pack influence each other"  # as a run says, before its first step
-KINDS = "it does not run on a pack: Expected 3 multimodal RoPE channels"
 REFUSED = {
     **{("gemma4", way): HANDS_ON for way in ("chunks", "packs in chunks")},
-    **{("hunyuan_vl", way): KINDS for way in ("packs", "packs in chunks")},
     **{
         (kind, way): STATE
-        for kind in ("qwen3_5", "qwen3_5_moe", "lfm2_vl")
+        # of the last, transformers takes no positions of text beside those of several kinds
+        for kind in ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "hunyuan_vl")
         for way in ("packs", "packs in chunks")
     },
 }

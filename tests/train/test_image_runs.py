@@ -274,12 +274,13 @@ def test_data_shows_where_images_stand(
         YAML(typ="safe", pure=True).dump(written(tmp_path, model, image_rows(tmp_path, 6)), out)
     assert lema("data", str(file), "--rows", "2") == 0
     shown = capsys.readouterr().out
-    assert "6 with 36 tokens, at most 6 each; the largest has 40 x 45 pixels" in shown
+    assert "6 images with 36 tokens, at most 6 each; the largest has 40 x 45 pixels" in shown
     assert "<images, image 1: 0_0.png, 40 x 30, 6 tokens>" in shown
     assert shown.count("6 tokens>") == 3  # one image in the first row, two in the second
     assert lema("data", str(file), "--rows", "2", "--json") == 0
     about = json.loads(capsys.readouterr().out)
-    assert about["images"] == {"number": 6, "tokens": 36, "longest": 6, "largest": [40, 45]}
+    sizes = {"longest": 6, "largest": [40, 45], "seconds": None}
+    assert about["images"] == {"number": 6, "kinds": {"image": 6}, "tokens": 36, **sizes}
     (image,) = about["first"][0]["images"]
     assert image["size"] == [40, 30]
     assert [token["id"] for token in about["first"][0]["tokens"]][image["first"] :][:6] == [90] * 6

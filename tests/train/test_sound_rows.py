@@ -25,7 +25,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_loss_and_gradients_are_those_of_the_whole_model(
     kind: str, towers: str, published: dict[str, Path], tmp_path: Path
 ) -> None:
-    rows = sound_rows(tmp_path)
+    # the processor of GLM-ASR takes as many sounds as texts
+    rows = sound_rows(tmp_path, sounds=(1,) if kind == "glmasr" else (1, 2, 0))
     compare_sft(settings(published[kind], tmp_path, rows, towers=towers), rows)
 
 

@@ -1,6 +1,8 @@
 """`lema data`: what a run will see of its training data, in numbers and token by token."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
@@ -153,14 +155,26 @@ def _images_of(rows: "TokenDataset") -> dict[str, Any]:
         for image in of_row.described()[0]
     ]
     counted = [image["tokens"] for image in images if image["tokens"] is not None]
+    sizes = [image["size"] for image in images if "size" in image]
+    seconds = [image["seconds"] for image in images if "seconds" in image]
     return {
         "images": {
             "number": len(images),
+            "kinds": dict(Counter(image["kind"] for image in images)),
             "tokens": rows.image_tokens(),
             "longest": max(counted, default=None),
-            "largest": max((image["size"] for image in images), key=lambda size: size[0] * size[1]),
+            "largest": max(sizes, key=math.prod, default=None),
+            "seconds": max(seconds, default=None),
         }
     }
+
+
+def _extent(size: list[int] | None, seconds: float | None) -> str:
+    """Return how large an image, a video or a sound is."""
+    if size is None:
+        return f"{seconds:,} seconds"
+    width, height, *frames = size
+    return f"{width:,} x {height:,}" + (f" x {frames[0]:,} frames" if frames else "")
 
 
 def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
@@ -180,13 +194,15 @@ def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
         ),
     )
     if (images := about.get("images")) is not None:
-        width, height = images["largest"]
         longest = "" if images["longest"] is None else f", at most {images['longest']:,} each"
-        yield (
-            "images",
-            f"{images['number']:,} with {images['tokens']:,} tokens{longest}; the largest has "
-            f"{width:,} x {height:,} pixels",
-        )
+        names = {"image": "images", "video": "videos", "audio": "sounds"}
+        kinds = [f"{number:,} {names[kind]}" for kind, number in images["kinds"].items()]
+        texts = [f"{' and '.join(kinds)} with {images['tokens']:,} tokens{longest}"]
+        if images["largest"] is not None:
+            texts.append(f"the largest has {_extent(images['largest'], None)} pixels")
+        if images["seconds"] is not None:
+            texts.append(f"the longest has {images['seconds']:,} seconds")
+        yield "media", "; ".join(texts)
     most = max(number for _, number in lengths["histogram"])
     for start, number in lengths["histogram"]:
         yield "from", f"{start:>7,}  {'█' * -(-number * WIDTH // most):<{WIDTH}}  {number:,}"
@@ -217,9 +233,9 @@ def _tokens(row: dict[str, Any], *, plain: bool) -> "Text":
     inside = 0
     for number, token in enumerate(row["tokens"]):
         if (image := begins.get(number)) is not None:
-            width, height = image["size"]
+            extent = _extent(image.get("size"), image.get("seconds"))
             styled.append(
-                printable(f"<{image['name']}, {width} x {height}, {image['tokens']:,} tokens>"),
+                printable(f"<{image['name']}, {extent}, {image['tokens']:,} tokens>"),
                 "" if plain else "cyan",
             )
             styled.append("|", "" if plain else "dim")

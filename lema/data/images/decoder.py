@@ -60,7 +60,8 @@ class Decoder:
         """
         limits = self.limits
         if frames:
-            return video_of_frames([decoded(one, limits.max_pixels) for one in contents], limits)
+            images = [decoded(content, limits.max_pixels) for content in contents]
+            return video_of_frames(images, limits)
         (content,) = contents
         if kind == "image":
             return decoded(content, limits.max_pixels)

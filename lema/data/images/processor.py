@@ -154,22 +154,22 @@ class ImageProcessor:
         every = [medium for row in rows for medium in row]
         videos = [medium for medium in every if isinstance(medium, Video)]
         sounds = [medium for medium in every if isinstance(medium, np.ndarray)]
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if len(every) > len(videos) + len(sounds):
             if getattr(self._processor, "image_processor", None) is None:
                 raise Unusable(f"{self.name} takes no images", OTHER_MODEL)
-            given["images"] = [
+            arguments["images"] = [
                 [medium for medium in row if not isinstance(medium, Video | np.ndarray)]
                 for row in rows
             ]
         if videos:
             self._videos()
-            given["videos"] = [video.frames for video in videos]
-            given["video_metadata"] = [video.metadata for video in videos]
-            given["do_sample_frames"] = False  # because they are those that the model is shown
+            arguments["videos"] = [video.frames for video in videos]
+            arguments["video_metadata"] = [video.metadata for video in videos]
+            arguments["do_sample_frames"] = False  # because they are those that the model is shown
         if sounds:
-            given |= {"audio": sounds, "sampling_rate": self.sampling_rate}
-        return given
+            arguments |= {"audio": sounds, "sampling_rate": self.sampling_rate}
+        return arguments
 
     def expand(
         self, text: str, spans: Sequence[Span], images: Sequence[Decoded], row: Row
@@ -253,8 +253,8 @@ class ImageProcessor:
                 text=[blank if text is None else text for text in texts],
                 **self._arguments(images),
                 add_special_tokens=False,
-                padding=padded,
-                padding_side="right",
+                # of texts alone, because sounds are padded as the processor's files say
+                text_kwargs={"padding": padded, "padding_side": "right"},
                 return_tensors="pt",
             )
         return {

@@ -12,7 +12,7 @@ import io
 import math
 import struct
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +93,10 @@ def _channels(content: bytes, max_seconds: float) -> tuple[Channels, int]:
     if not (content.startswith((*STARTS, b"RIFF")) or frame_sync):
         what = "this is no sound of a format that is read (WAV, FLAC, Ogg, MP3, AIFF)"
         raise Unusable(what, HOW)
+    order: Literal["little", "big"] = "big" if content[:4] == b"FORM" else "little"
+    size = int.from_bytes(content[4:8], order)
+    if content[:4] in (b"RIFF", b"FORM") and OPEN_END > size > len(content) - 8:
+        raise Unusable("the sound is cut off", HOW)  # which libsndfile does not mind
     return _by_soundfile(content, max_seconds)
 
 

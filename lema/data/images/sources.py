@@ -149,9 +149,9 @@ def source_of(
         stored = []
         contents = []
         names = []
-        for one in [picture] if frames is None else frames:
-            content, path, name = content_of(one, row, decoder.limits)
-            check_size(one.kind, len(content), decoder.limits)
+        for part in [picture] if frames is None else frames:
+            content, path, name = content_of(part, row, decoder.limits)
+            check_size(part.kind, len(content), decoder.limits)
             stored.append(_stored(content, path, spool))
             contents.append(content)
             names.append(name)

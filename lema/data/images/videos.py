@@ -33,6 +33,7 @@ CODECS = frozenset(
     }
 )
 MOST_RATE = 120  # frames a second: with the longest duration it bounds what is read of a film
+TOLERANCE = 0.05  # by which what lasts longest of a film may end before its header says
 HOW = "remove the row, or save the video again"
 
 
@@ -164,30 +165,40 @@ def _film(content: bytes, container: str | None, limits: ImageLimits, chosen: Ch
         if stream.codec_context.name not in CODECS:
             raise Unusable(f"videos of the codec {stream.codec_context.name} are not read", HOW)
         rate = None if not stream.average_rate else float(stream.average_rate)
-        count = stream.frames or _num_packets(content, container)
+        count = stream.frames or _num_packets(content, container, rate)
         facts = Facts(count, rate, stream.width, stream.height)
         numbers = _numbers(facts, limits, chosen)
-        wanted = frozenset(numbers)
+        shown = frozenset(numbers)
         frames = {}
         for number, frame in enumerate(file.decode(video=0)):
             if (frame.width, frame.height) != (facts.width, facts.height):
                 raise Unusable("the size of the video's frames changes", HOW)
-            if number in wanted:
+            if number in shown:
                 frames[number] = frame.to_ndarray(format="rgb24")
             if number >= max(numbers):
                 break
-    if len(frames) < len(wanted):
+    if len(frames) < len(shown):
         what = f"the video is cut off: its header says {facts.num_frames:,} frames"
         raise Unusable(what, HOW)
     return Video(np.stack([frames[number] for number in numbers]), facts, numbers)
 
 
-def _num_packets(content: bytes, container: str | None) -> int:
-    """Return how many frames a file has whose header does not say it."""
+def _num_packets(content: bytes, container: str | None, rate: float | None) -> int:
+    """Return how many frames a file has whose header does not say it. `Unusable`: its packets end
+    before the time that its header says."""
     import av
 
+    count = 0
+    end = 0.0
     with av.open(io.BytesIO(content), format=container, metadata_errors="ignore") as file:
-        return sum(1 for packet in file.demux(video=0) if packet.size)
+        for packet in file.demux():  # of sounds, too, which may be longer
+            if packet.pts is not None and packet.time_base is not None:
+                end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+            count += packet.stream.type == "video" and packet.size > 0
+        seconds = (file.duration or 0) / av.time_base
+    if end < (1 - TOLERANCE) * seconds - 2 / (rate or MOST_RATE):
+        raise Unusable(f"the video is cut off after {end:,.1f} of {seconds:,.1f} seconds", HOW)
+    return count
 
 
 def _numbers(facts: Facts, limits: ImageLimits, chosen: Chosen) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lema.activations.chunks.copies import ChunksInPlace
+from lema.activations.chunks.copies import ResidentChunks
 from lema.activations.chunks.cuts import ChunkInputs, Cut, Cuts
 from lema.activations.hoststates import HostPool
 from lema.engine.engine import Engine
@@ -115,7 +115,7 @@ class _Result:
     def put(self, span: Span, part: Tensor) -> None:
         """Put in what was made of a chunk; one row may stand for all."""
         if self._state is None:
-            self._state = self._made(part)
+            self._state = self._allocate(part)
         if self._pool is None:
             self._state[:, span.slice] = part.detach()
             return
@@ -123,14 +123,14 @@ class _Result:
             self._put = self._copies.enter_context(self._pool.downloads(self._state))
         self._put(Cut(slice(None), span.slice), part)
 
-    def _made(self, part: Tensor) -> Tensor:
+    def _allocate(self, part: Tensor) -> Tensor:
         shape = (*self._shape, *part.shape[2:])
         if self._pool is None:
             # zeros, because padding may be in no chunk
             return part.new_zeros(shape)
         state = self._pool.take(shape, part.dtype)
         if self._has_outside:
-            self._pool.settle(state)
+            self._pool.synchronize(state)
             self._clear_outside(state)
         return state
 
@@ -202,7 +202,7 @@ class ChunkVisit:
         """Return a context that yields chunks of a hidden state or its gradient, on the device."""
         if pool is not None:
             return pool.uploads(state, cuts, order)
-        return nullcontext(ChunksInPlace(state, cuts, self._engine.backend.device))
+        return nullcontext(ResidentChunks(state, cuts, self._engine.backend.device))
 
     def forward(
         self, layer_input: Tensor, pool: HostPool | None = None, keep: KeepChunk | None = None

@@ -36,11 +36,25 @@ from lema.errors import ConfigError
 from lema.model.flow import LayerCall
 from lema.stream import Lease
 
-__all__ = ["ChunkedLayer", "check_cuts"]
+__all__ = ["ChunkedLayer", "check_cuts", "check_plain"]
 
 
 def check_cuts(engine: Engine) -> None:
     """Refuse to cut sequences in layers where that has not been tested. `ConfigError`: it is so."""
+    check_plain(engine, "sequences do not go through layers in chunks", "sequence_chunk")
+
+
+def check_plain(engine: Engine, what: str, setting: str) -> None:
+    """Refuse what has been tested with layers alone that are run as they are, by one process.
+
+    Args:
+        engine: the objects that every layer works with.
+        what: the sentence to which it is added where that is not so.
+        setting: what asks for it.
+
+    Raises:
+        ConfigError: it is not so.
+    """
     split = engine.split
     untested = {
         "the device compiles what is run on it": split.lazy,
@@ -49,11 +63,7 @@ def check_cuts(engine: Engine) -> None:
     }
     for why, conflicts in untested.items():
         if conflicts:
-            raise ConfigError(
-                f"sequences do not go through layers in chunks where {why}",
-                where="sequence_chunk",
-                how="leave it out",
-            )
+            raise ConfigError(f"{what} where {why}", where=setting, how="leave it out")
 
 
 @dataclass(eq=False)
@@ -278,7 +288,7 @@ class ChunkedLayer:
             output = visit.forward(state.detach(), pool)
             visit.note_routers(output)
         if pool is not None:
-            pool.settle(output)  # because the head reads it, and writes there, as it likes
+            pool.synchronize(output)  # because the head reads it, and writes there, as it likes
         with engine.retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
             value, gradient = loss_and_grad(index, output)
         del output
@@ -309,7 +319,7 @@ class ChunkedLayer:
                 )
         if pool is not None:
             # what sees gradients sees them in host memory
-            pool.settle(gradient)
+            pool.synchronize(gradient)
             if not needs:
                 pool.give(gradient)
         engine.backend.set_rng_state(after)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ def front_of_images(
         call = split.owner_call({**rows, **images(rows[IDS])}, weights, differentiate=differentiate)
     forward = split.owner.forward
     parameters = signature(forward).parameters
-    if "use_cache" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if "use_cache" in parameters or Parameter.VAR_KEYWORD in kinds:
         call["use_cache"] = False
     if lengths is not None:
         if POSITIONS not in parameters:

@@ -303,7 +303,7 @@ class LayerPass:
                 del arrived
                 engine.backend.set_rng_state(state)
                 if engine.observes:
-                    self._rows.settle(gradients)
+                    self._rows.synchronize(gradients)
                 engine.observe(number, gradients)
                 engine.trained.end(number, saved.leaves)
                 del saved

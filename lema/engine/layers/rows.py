@@ -74,11 +74,11 @@ class Rows:
         """Return a micro-batch's next hidden state as it waits for the layer above."""
         return output if self.host is None else self.host.keep(index, output)
 
-    def settle(self, tensors: Iterable[Tensor | None]) -> None:
+    def synchronize(self, tensors: Iterable[Tensor | None]) -> None:
         """Wait until the host sees hidden states, or gradients of them, that are in the pool."""
         for tensor in tensors:
             if self.pool is not None and tensor is not None:
-                self.pool.settle(tensor)
+                self.pool.synchronize(tensor)
 
     def put(self, states: list[Any]) -> None:
         """Give the rows hidden states."""

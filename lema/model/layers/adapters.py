@@ -6,28 +6,58 @@ the engine goes. So what is set here is only which of them a forward takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-__all__ = ["computing_with"]
+__all__ = ["adapters_now", "computing_with"]
+
+WRAPPERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+
+
+def adapters_now(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which a module computes with the adapters with which it does now."""
+    now = [
+        (wrapper, wrapper._disable_adapters, wrapper._active_adapter)
+        for wrapper in module.modules()
+        if isinstance(wrapper, WRAPPERS)
+    ]
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        before = [
+            (wrapper, wrapper._disable_adapters, wrapper._active_adapter) for wrapper, *_ in now
+        ]
+        _set(now)
+        try:
+            yield
+        finally:
+            _set(before)
+
+    return computing
+
+
+def _set(choices: Iterable[tuple[Any, bool, Any]]) -> None:
+    for wrapper, disabled, active in choices:
+        wrapper._disable_adapters = disabled
+        wrapper._active_adapter = active
 
 
 @contextmanager
 def computing_with(name: str | None, modules: Iterable[nn.Module]) -> Iterator[None]:
     """Have modules compute with the adapter of this name, or without any (None), in a `with` block.
     Gradients that are formed in it go to the adapters that require them."""
-    wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     wrapped = [
         submodule
         for module in modules
         for submodule in module.modules()
-        if isinstance(submodule, wrappers)
+        if isinstance(submodule, WRAPPERS)
     ]
-    before = [(wrapper._disable_adapters, wrapper._active_adapter) for wrapper in wrapped]
+    before = [(wrapper, wrapper._disable_adapters, wrapper._active_adapter) for wrapper in wrapped]
     try:
         for wrapper in wrapped:
             if name is None:
@@ -36,6 +66,4 @@ def computing_with(name: str | None, modules: Iterable[nn.Module]) -> Iterator[N
                 wrapper._active_adapter = [name]
         yield
     finally:
-        for wrapper, (disabled, active) in zip(wrapped, before, strict=True):
-            wrapper._disable_adapters = disabled
-            wrapper._active_adapter = active
+        _set(before)

@@ -11,6 +11,7 @@ from lema.backend import Backend
 from lema.model import capture
 from lema.model.experts import LayerExperts, layer_experts, multiply_unmerged
 from lema.model.layers.compiled import CompiledLayers
+from lema.model.layers.tiles import TokenTiles
 from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema.model.weight_names import LayerNames
 
@@ -28,10 +29,21 @@ class AttachedLayers:
         backend: the device.
         compiled: whether they are compiled.
         fast: whether LoRA linears that read one input multiply together.
+        tile_tokens: tokens of which modules that work token by token run at once; None: all.
+
+    Attributes:
+        tiles: what runs in tiles of tokens.
     """
 
     def __init__(
-        self, layers: nn.ModuleList, name: str, backend: Backend, *, compiled: bool, fast: bool
+        self,
+        layers: nn.ModuleList,
+        name: str,
+        backend: Backend,
+        *,
+        compiled: bool,
+        fast: bool,
+        tile_tokens: int | None = None,
     ) -> None:
         self._layers = layers
         self.name = name
@@ -42,6 +54,7 @@ class AttachedLayers:
         self._experts: dict[int, LayerExperts | None] = {}
         self.sharing: dict[int, SharedInputs] = {}
         self._compiled: CompiledLayers | None = None
+        self.tiles = TokenTiles(layers, name, backend, tile_tokens)
         for layer in layers:
             capture.without_casts(layer)
 
@@ -49,7 +62,12 @@ class AttachedLayers:
         """Return what takes its place now that adapters were attached or taken off. Those of
         experts multiply apart from here on, wherever the layers are used."""
         renewed = AttachedLayers(
-            self._layers, self.name, self._backend, compiled=self._to_compile, fast=self._fast
+            self._layers,
+            self.name,
+            self._backend,
+            compiled=self._to_compile,
+            fast=self._fast,
+            tile_tokens=self.tiles.size,
         )
         # because a layer has to compute alike where it is compiled and where it is not
         if not self._to_compile:

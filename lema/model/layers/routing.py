@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lema.errors import ConfigError
 from lema.model.experts import LayerExperts
 
-__all__ = ["FREE", "RowChoices", "has_routers", "replayed"]
+__all__ = ["FREE", "RowChoices", "check_choices", "has_routers", "replayed"]
 
 FREE = -1  # in the places of a token's experts: the router chooses itself
 WHERE = "expert choices"
@@ -116,8 +116,7 @@ def replayed(
     if not counts:
         # a server tells something of layers without experts as well, which is always the same
         if bool((choices > 0).any()):
-            what = f"there are choices of experts for layer {number}, which has no experts"
-            raise ConfigError(what, where=WHERE, how="give those of this model's own layers")
+            raise _no_experts(number)
         yield
         return
     choices = _distinct(choices, number)
@@ -180,13 +179,7 @@ class _Replay(TorchFunctionMode):
         if indices.shape != self._choices.shape or scores.shape[-1] not in self._counts:
             return result
         self.taken += 1
-        last = scores.shape[-1] - 1
-        highest = int(self._choices.max())
-        lowest = int(self._choices.min())
-        if highest > last or lowest < FREE:
-            choice = highest if highest > last else lowest
-            what = f"a choice is {choice}, and there are experts 0 to {last}"
-            raise ConfigError(what, where=WHERE, how="give those of this model's own routers")
+        _check_range(self._choices, scores.shape[-1] - 1)
         choices = self._choices.to(indices.device, indices.dtype)
         chosen = torch.where(choices == FREE, indices, choices)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
@@ -195,6 +188,33 @@ class _Replay(TorchFunctionMode):
 def has_routers(layer: nn.Module) -> bool:
     """Whether a decoder layer has experts to choose from."""
     return bool(_counts(layer))
+
+
+def check_choices(layer: nn.Module, number: int, choices: Tensor) -> None:
+    """Make sure that the routers of a layer can choose these experts, as far as can be told before
+    they run; the arguments and errors are those of `replayed`.
+    """
+    counts = _counts(layer)
+    if not counts:
+        if bool((choices > 0).any()):
+            raise _no_experts(number)
+        return
+    choices = _distinct(choices, number)
+    _check_range(choices, max(counts) - 1)
+
+
+def _no_experts(number: int) -> ConfigError:
+    what = f"there are choices of experts for layer {number}, which has no experts"
+    return ConfigError(what, where=WHERE, how="give those of this model's own layers")
+
+
+def _check_range(choices: Tensor, last: int) -> None:
+    highest = int(choices.max())
+    lowest = int(choices.min())
+    if highest > last or lowest < FREE:
+        choice = highest if highest > last else lowest
+        what = f"a choice is {choice}, and there are experts 0 to {last}"
+        raise ConfigError(what, where=WHERE, how="give those of this model's own routers")
 
 
 def _counts(layer: nn.Module) -> frozenset[int]:

@@ -79,8 +79,8 @@ class KeysElsewhere(Tensor):
                 return func(*args, **(kwargs or {}))
         raise ConfigError(
             "keys and values cannot wait in host memory: a layer of this model computes something "
-            "of all of them that is not attention in blocks, as with attention other than `sdpa`, "
-            "or with dropout, biases or a cap in it",
+            "of all of them that is not attention in blocks, as latent attention does, and "
+            "attention that is not `sdpa` or has dropout, biases or a cap in it",
             where="keys_values",
             how="set it to device",
         )
@@ -145,8 +145,8 @@ class HostStates(ChunkStates):
     def _form(self, keys: Tensor, values: Tensor) -> PageForm:
         """Return how keys and values lie in a page, of a whole number of blocks."""
         parts = tuple((part.shape[1], part.shape[-1], part.dtype) for part in (keys, values))
-        one = PageForm(KEYS, parts)
-        num_blocks = min(PAGE_BYTES // (self._num_rows * one.row_bytes), -(-self._length // KEYS))
+        block = PageForm(KEYS, parts)
+        num_blocks = min(PAGE_BYTES // (self._num_rows * block.row_bytes), -(-self._length // KEYS))
         # a power of two, because rows of all lengths use the same room
         return PageForm(KEYS << max(0, num_blocks.bit_length() - 1), parts)
 
@@ -160,7 +160,7 @@ class HostStates(ChunkStates):
         if self._paged is None:
             return None
         keys, values = self._paged.read(0, length, self._paged.num_rows)
-        return keys.contiguous(), values.contiguous()
+        return keys.clone(), values.clone()
 
     def block(self, start: int, stop: int, span: Span) -> tuple[Tensor, Tensor]:
         """Return keys and values of some tokens on the device, for the rows of a chunk."""

@@ -102,14 +102,59 @@ class PageStore:
         self._free.clear()
 
 
-@dataclass(eq=False)
 class _Page:
-    """A page: in host memory, on the device, on its way, or at both places."""
+    """A page: in host memory, on the device, on its way, or at both places.
 
-    host: Tensor | None = None
-    memory: Tensor | None = None  # on the device
-    upload: Upload | None = None  # on its way there
-    changed: bool = False  # on the device, since it has left the host
+    Args:
+        store: room for it in host memory.
+        memory: on the device, where it begins to be.
+    """
+
+    def __init__(self, store: PageStore, memory: Tensor) -> None:
+        self._store = store
+        self.memory: Tensor | None = memory
+        self._host: Tensor | None = None
+        self._upload: Upload | None = None  # on its way to the device
+        self._changed = True  # on the device, since it has left the host
+
+    def expect(self) -> None:
+        """Begin to copy it to the device, if it is elsewhere."""
+        if self.memory is None and self._upload is None:
+            assert self._host is not None, "a page is nowhere"
+            self._upload = self._store.upload(self._host)
+
+    def on_device(self, *, changes: bool) -> Tensor:
+        """Return its memory on the device; `changes`: it is written."""
+        self.expect()
+        if self._upload is not None:
+            self.memory = self._upload.wait()
+            self._upload = None
+        assert self.memory is not None, "a page has not come"
+        self._changed = self._changed or changes
+        return self.memory
+
+    def leave(self) -> Download | None:
+        """Have it leave the device; return the copy that is under way. None: there is none, because
+        the host has it."""
+        download = None
+        if self._changed and self.memory is not None:
+            if self._host is None:
+                self._host = self._store.take(len(self.memory))
+            download = self._store.download(self.memory, self._host)
+            self._changed = False
+        self.drop()
+        return download
+
+    def drop(self) -> None:
+        """Let go of its memory on the device, so that compute waits for copies from the host."""
+        self.memory = None
+        self._upload = None
+
+    def give_back(self) -> None:
+        """Give back its room in host memory; it is on the device no more."""
+        if self._host is not None:
+            self._store.give(self._host)
+        self._host = None
 
 
 class _Pages:
@@ -125,7 +170,7 @@ class _Pages:
         self._form = form
         self._pages: dict[int, _Page] = {}
         self._leaving: deque[Download] = deque()
-        weakref.finalize(self, _let_go, store, self._pages, self._leaving).atexit = False
+        weakref.finalize(self, _let_go, self._pages, self._leaving).atexit = False
 
     def __contains__(self, number: int) -> bool:
         """Whether a page has been written."""
@@ -139,73 +184,56 @@ class _Pages:
 
     def begin(self, number: int, num_rows: int) -> None:
         """Write zeros, on the device, where there is no page, or copy a row for more rows."""
+        nbytes = num_rows * self._form.row_bytes
         page = self._pages.get(number)
         if page is None:
-            nbytes = num_rows * self._form.row_bytes
             memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._store.device)
-            self._pages[number] = _Page(memory=memory, changed=True)
+            self._pages[number] = _Page(self._store, memory)
             return
         memory = self.on_device(number)
-        if len(memory) < num_rows * self._form.row_bytes:
-            wider = memory.new_empty(num_rows * self._form.row_bytes)
-            for tensor, row in zip(
-                self._form.tensors(wider), self._form.tensors(memory), strict=True
-            ):
+        if len(memory) < nbytes:
+            wider = memory.new_empty(nbytes)
+            pairs = zip(self._form.tensors(wider), self._form.tensors(memory), strict=True)
+            for tensor, row in pairs:
                 tensor.copy_(row)
-            if page.host is not None:
-                self._store.give(page.host)
-            self._pages[number] = _Page(memory=wider, changed=True)
+            self.forget(number)
+            self._pages[number] = _Page(self._store, wider)
 
     def expect(self, number: int) -> None:
         """Begin to copy a page to the device, if there is one and it is elsewhere."""
-        page = self._pages.get(number)
-        if page is not None and page.memory is None and page.upload is None:
-            assert page.host is not None, "a page is nowhere"
-            page.upload = self._store.upload(page.host)
+        if number in self._pages:
+            self._pages[number].expect()
 
     def on_device(self, number: int, *, changes: bool = False) -> Tensor:
         """Return a page's memory on the device; `changes`: it is written."""
-        page = self._pages[number]
-        self.expect(number)
-        if page.upload is not None:
-            page.memory = page.upload.wait()
-            page.upload = None
-        assert page.memory is not None, "a page has not come"
-        page.changed = page.changed or changes
-        return page.memory
+        return self._pages[number].on_device(changes=changes)
 
     def keep(self, numbers: Collection[int]) -> None:
         """Have all other pages leave the device, those that are on their way there as well."""
         for number, page in self._pages.items():
             if number in numbers:
                 continue
-            if page.changed and page.memory is not None:
-                if page.host is None:
-                    page.host = self._store.take(len(page.memory))
-                # not at once, because compute need not wait for the copy then
-                if len(self._leaving) == NUM_LEAVING:
-                    self._leaving.popleft().release()
-                self._leaving.append(self._store.download(page.memory, page.host))
-                page.changed = False
-            page.memory = None
-            page.upload = None
+            download = page.leave()
+            if download is not None:
+                self._leaving.append(download)
+            # not at once, because compute need not wait for the copy then
+            if len(self._leaving) > NUM_LEAVING:
+                self._leaving.popleft().release()
 
     def forget(self, number: int) -> None:
         """Drop a page: it is zero from now on."""
         page = self._pages.pop(number)
-        page.memory = page.upload = None
-        if page.host is not None:
-            self._store.give(page.host)
+        page.drop()
+        page.give_back()
 
 
-def _let_go(store: PageStore, pages: dict[int, _Page], leaving: deque[Download]) -> None:
+def _let_go(pages: dict[int, _Page], leaving: deque[Download]) -> None:
     # before any room is given back, because dropping copies has compute wait for them
     leaving.clear()
     for page in pages.values():
-        page.memory = page.upload = None
+        page.drop()
     for page in pages.values():
-        if page.host is not None:
-            store.give(page.host)
+        page.give_back()
     pages.clear()
 
 

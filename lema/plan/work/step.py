@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
+from lema.activations.chunks.copies import chunks_on_device
 from lema.backend import Exchange
 from lema.config import LemaConfig
 from lema.config.objective import OBJECTIVES
@@ -132,13 +134,15 @@ def tokens_at_once(config: LemaConfig, length: int) -> int | None:
 def micro_batch_of(config: LemaConfig, rows: int, length: int) -> MicroBatch:
     """Return a micro-batch of a run: what goes beside its rows is the objective's."""
     objective = objective_of(config)
-    size = config.chunk_tokens
-    away = config.keys_values == "host"
+    at_once: dict[str, Any] = {
+        "chunk": config.chunk_tokens,
+        "tile": config.tile_tokens,
+        "host_keys": config.keys_values == "host",
+    }
     if objective is None:
-        packed = bool(config.packing)
-        return MicroBatch(rows, length, packed=packed, chunk=size, host_keys=away)
+        return MicroBatch(rows, length, packed=bool(config.packing), **at_once)
     more = objective.reference + 2 * objective.mismatched
-    return MicroBatch(rows, length, more, settled=True, chunk=size, host_keys=away)
+    return MicroBatch(rows, length, more, settled=True, **at_once)
 
 
 def rows_each(config: LemaConfig) -> int:
@@ -280,11 +284,14 @@ def _with_activations(
     in_host = None
     if workload.in_host is not None and not demand.pieces:
         own_bytes = extra_bytes - workload.call_bytes + workload.in_host.call_bytes
+        chunk_bytes = workload.in_host.chunk_bytes
+        copied = 0 if demand.shared else chunks_on_device(chunk_bytes)
         in_host = RowsInHost(
             workload.in_host.working_bytes(times),
-            flight_bytes=round(times * own_bytes),
+            flight_bytes=round(times * own_bytes) + copied,
             # the input of a layer and its output, of one micro-batch; of others one of both
             host_bytes=hidden + min(hidden, workload.hidden_bytes),
+            chunk_bytes=chunk_bytes,
         )
     return replace(
         demand,

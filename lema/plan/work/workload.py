@@ -57,6 +57,8 @@ class MicroBatch:
     chunk: int | None = None
     # whether keys and values of the layer at work wait in host memory between chunks
     host_keys: bool = False
+    # tokens of which modules that work token by token run at once; None: all
+    tile: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -138,9 +140,10 @@ class Workload:
     entered: Exchange  # before the layers
     # the head and the loss in pieces of the vocabulary; None: they are not asked for
     pieces: HeadWork | None = None
-    # the same in device memory, where hidden states wait in host memory but for one chunk of a row,
-    # as inputs of layers do; None: they are whole on the device in any case
+    # the same in device memory, where hidden states wait in host memory but for a few chunks of a
+    # row, as inputs of layers do; None: they are whole on the device in any case
     in_host: Workload | None = None
+    chunk_bytes: int = 0  # of the largest of these chunks; they are not in what layers take
 
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""
@@ -211,9 +214,12 @@ def measure(
         split = Split(model, load("cpu"), parallel=parallel, cast=cast)
     trained = trained or [()] * len(layers)
     kinds = cost_kinds(split, layers, trained)
-    with without_values(model):
+    with without_values(model), split.tiles.sized(batch.tile):
         try:
-            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, measured)
+            work = _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, measured)
+            if batch.tile is not None and batch.tokens > batch.tile:
+                split.tiles.check_any(real=False)
+            return work
         except (*VALUES_NEEDED, LemaError) as error:
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 raise ModelError(

@@ -201,10 +201,9 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
         updates: dict[str, Any] = {
             name: then[name] for name in left_open if then.get(name) is not None
         }
-        if config.sequence_chunk == "auto" and then.get("sequence_chunk", "auto") != "auto":
-            updates["sequence_chunk"] = then["sequence_chunk"]
-        if config.keys_values == "auto" and then.get("keys_values", "auto") != "auto":
-            updates["keys_values"] = then["keys_values"]
+        for name in ("sequence_chunk", "keys_values", "mlp_tile_tokens"):
+            if getattr(config, name) == "auto" and then.get(name, "auto") != "auto":
+                updates[name] = then[name]
         if (
             checkpoint is not None
             and config.compute_dtype == "auto"

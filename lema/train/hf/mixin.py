@@ -195,13 +195,13 @@ def _training_arguments(arguments: Sequence[Any]) -> Any:
 def _check_untied(model: StreamedPeftModel, where: str) -> None:
     """Refuse, with `ConfigError`, embeddings that train and are the head as well: their gradients
     are formed in two backwards of a step, and DistributedDataParallel takes them from one."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
     trained = [
-        {id(weight) for weight in end.parameters() if weight.requires_grad}
-        for end in ends
-        if end is not None
+        {id(weight) for weight in module.parameters() if weight.requires_grad}
+        for module in modules
+        if module is not None
     ]
-    if len(trained) == len(ends) and set.intersection(*trained):
+    if len(trained) == len(modules) and set.intersection(*trained):
         what = (
             "several processes cannot run batches of a step together where embeddings train "
             "that are the head as well"

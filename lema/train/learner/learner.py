@@ -25,12 +25,13 @@ from lema.engine.layers.rows import Rows
 from lema.engine.layers.saving import NOTHING
 from lema.errors import ConfigError, DataError
 from lema.model.inputs import model_inputs
+from lema.model.layers.routing import check_choices, has_routers
 from lema.stream import StreamCounters
 from lema.train.hf.peftmodel import StreamedPeftModel
 from lema.train.learner.adapter import AdamSettings, Adapter, AdapterSpec, Targets
+from lema.train.learner.budget import AdapterBudget
 from lema.train.learner.heads import Heads, Scored
-from lema.train.learner.room import AdapterRoom
-from lema.train.learner.rows import AdapterRows, MicroBatch, micro_batches_of
+from lema.train.learner.rows import ROUTED, AdapterRows, Datum, MicroBatch, micro_batches_of
 from lema.train.learner.served import Served
 from lema.train.model import LemaModel
 
@@ -51,7 +52,7 @@ class Learner:
         micro_batch_tokens: tokens of a micro-batch with their padding, at most; but a row is never
             divided.
         longest: tokens of a row, at most.
-        room: the memory that adapters may take; None: as much as there is.
+        budget: the memory that adapters may take; None: as much as there is.
         served: what the server that adapters are for takes of them; None: nobody asks.
 
     Attributes:
@@ -65,7 +66,7 @@ class Learner:
         *,
         micro_batch_tokens: int,
         longest: int,
-        room: AdapterRoom | None = None,
+        budget: AdapterBudget | None = None,
         served: Served | None = None,
     ) -> None:
         self.model = StreamedPeftModel.around(opened)
@@ -73,7 +74,7 @@ class Learner:
         self._targets = targets
         self._micro_batch_tokens = micro_batch_tokens
         self._longest = longest
-        self._room = room
+        self._budget = budget
         self._served = served
         self._adapters: dict[str, Adapter] = {}
 
@@ -124,14 +125,14 @@ class Learner:
         try:
             targets, served = _begun(opened)
             longest = _planned_length(opened, longest)
-            room = AdapterRoom(targets, *reserve)
-            room.reserve(opened)
+            budget = AdapterBudget(targets, *reserve)
+            budget.reserve(opened)
             return cls(
                 opened,
                 targets,
                 micro_batch_tokens=micro_batch_tokens,
                 longest=longest,
-                room=room,
+                budget=budget,
                 served=served,
             )
         except BaseException:
@@ -155,9 +156,9 @@ class Learner:
         return sum(adapter.nbytes for adapter in [*self._adapters.values()])
 
     @property
-    def room(self) -> AdapterRoom | None:
+    def budget(self) -> AdapterBudget | None:
         """The memory that adapters may take; None: as much as there is."""
-        return self._room
+        return self._budget
 
     @property
     def counters(self) -> StreamCounters:
@@ -189,8 +190,45 @@ class Learner:
         lora = self._targets.lora(spec)
         if self._served is not None:
             self._served.check(lora)
-        if self._room is not None:
-            self._room.check(spec)
+        if self._budget is not None:
+            self._budget.check(spec)
+
+    def check_rows(self, request: AdapterRows) -> None:
+        """Make sure that rows are rows of this model; any thread may ask.
+
+        Raises:
+            ConfigError: choices of experts are none of this model's.
+            DataError: something else of them is not.
+        """
+        request.check(self.vocabulary, self._longest)
+        chosen = [datum for datum in request.data if datum.choices is not None]
+        widths = {datum.choices.shape[-1] for datum in chosen if datum.choices is not None}
+        if len(widths) > 1:
+            what = f"rows bring choices of experts of {len(widths)} widths"
+            raise DataError(what, where=ROUTED, how="give as many of each token in all rows")
+        for datum in chosen:
+            self._check_choices(datum)
+
+    def _check_choices(self, datum: Datum) -> None:
+        """Make sure that the routers can choose what a row asks; see `check_rows`."""
+        split = self._opened.split
+        choices = datum.choices
+        assert choices is not None
+        if not any(has_routers(layer) for layer in split.layers):
+            what = "rows bring choices of experts, and the model has no experts"
+            raise DataError(what, where=ROUTED, how="leave them out")
+        if self._opened.config.torch_compile:
+            what = "compiled layers cannot be told which experts to choose"
+            raise DataError(what, where=ROUTED, how="leave them out")
+        tokens = len(datum.tokens)
+        width = choices.shape[-1]
+        if choices.dim() != 2 or len(choices) != tokens or not width or width % split.num_layers:
+            what = f"choices of experts have the shape {[*choices.shape]}"
+            how = f"give [{tokens} tokens, {split.num_layers} layers * experts of each token]"
+            raise DataError(what, where=ROUTED, how=how)
+        by_layer = choices.unflatten(-1, (split.num_layers, -1))
+        for number, layer in enumerate(split.layers):
+            check_choices(layer, number, by_layer[:, number])
 
     def add(self, name: str, spec: AdapterSpec) -> Adapter:
         """Attach a new adapter, with the values that PEFT draws for its seed.
@@ -202,8 +240,8 @@ class Learner:
         if name in self._adapters or name == EMPTY or not name.isidentifier():
             raise ConfigError(f"no adapter can be named {name!r:.80}", where="Learner.add")
         self._targets.chosen(spec)
-        if self._room is not None:
-            self._room.check(spec, self.adapter_bytes)
+        if self._budget is not None:
+            self._budget.check(spec, self.adapter_bytes)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(spec.seed % LARGEST_SEED)
             self.model.add_adapter(name, self._targets.lora(spec))
@@ -250,7 +288,7 @@ class Learner:
         those of each one's adapter.
 
         Args:
-            requests: the requests, which were checked (`AdapterRows.check`).
+            requests: the requests, which were checked (`check_rows`).
             differentiate: whether gradients are formed.
 
         Returns:
@@ -305,9 +343,12 @@ class Learner:
                 else stream.lease(0)
             )
             entered, calls = streamed.prelude(batches, first)
-            for layer_calls in calls:
-                for call, name in zip(layer_calls, adapters, strict=True):
+            choices = [part.choices(engine.split.num_layers) for part in parts]
+            for number, layer_calls in enumerate(calls):
+                for call, name, of_part in zip(layer_calls, adapters, choices, strict=True):
                     call.compute_with(name)
+                    if of_part is not None:
+                        call.choose(of_part[:, :, number].flatten(0, 1))
             hidden = engine.split.enter([state.detach() for state in entered])
             del entered
             num_layers = engine.split.num_layers
@@ -344,12 +385,13 @@ def _begun(opened: LemaModel) -> tuple[Targets, Served | None]:
         raise ConfigError(
             "a learner is one process", where="Learner", how="start it without torchrun"
         )
-    if opened.config.sequence_chunk == "auto":
-        raise ConfigError(
-            "a learner does not choose how long a chunk is",
-            where="sequence_chunk",
-            how="set it to a number, or leave it out",
-        )
+    for setting in ("sequence_chunk", "mlp_tile_tokens"):
+        if getattr(opened.config, setting) == "auto":
+            raise ConfigError(
+                "a learner does not choose how many tokens are computed at once",
+                where=setting,
+                how="set it to a number, or leave it out",
+            )
     targets = Targets.of(opened.skeleton)
     opened.keep_whole(lambda _: False, "losses of a caller's need its logits")
     first = [*targets.attn, *targets.mlp][:1]

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from lema.errors import DataError
+from lema.model.layers.routing import FREE
 from lema.train.learner.losses import Loss, LossOptions, loss_named
 
-__all__ = ["AdapterRows", "Datum", "MicroBatch", "micro_batches_of"]
+__all__ = ["ROUTED", "AdapterRows", "Datum", "MicroBatch", "micro_batches_of"]
+
+ROUTED = "routed_experts"  # what callers call their choices of experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +26,14 @@ class Datum:
         tokens: int64 `[tokens]`.
         targets: what each position is scored on, int64 `[tokens]`, or `[tokens, candidates]`.
         tensors: what the loss needs of it by name, fp32, of the shape of `targets`.
+        choices: of each token which experts the routers choose, int64 `[tokens, layers * experts of
+            each token]`, `FREE` where they choose themselves; None: they do everywhere.
     """
 
     tokens: Tensor
     targets: Tensor
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    choices: Tensor | None = None
 
     def check(self, loss: Loss, vocabulary: int, longest: int) -> None:
         """Make sure that it is a row of a model, for a loss.
@@ -139,6 +145,22 @@ class MicroBatch:
                 "attention_mask": mask,
             }
         )
+
+    def choices(self, num_layers: int) -> Tensor | None:
+        """Return the choices of experts of a model with so many layers, int64 `[rows, tokens,
+        layers, experts of each token]`, `FREE` for padding and rows that bring none; None: no row
+        brings some.
+        """
+        there = [datum.choices for datum in self.data if datum.choices is not None]
+        if not there:
+            return None
+        width = max(len(datum.tokens) for datum in self.data)
+        choices = torch.full((len(self.data), width, there[0].shape[1]), FREE)
+        for row, datum in enumerate(self.data):
+            if datum.choices is not None:
+                choices[row, : len(datum.choices)] = datum.choices
+        by_layer: Tensor = choices.unflatten(-1, (num_layers, -1))
+        return by_layer
 
 
 def micro_batches_of(requests: Sequence[AdapterRows], most_tokens: int) -> Iterator[MicroBatch]:

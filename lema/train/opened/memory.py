@@ -188,6 +188,8 @@ class MemoryUse:
         warn_of_no_use(config, shared=backend.memory().shared, lazy=opened.split.lazy)
         chunk = config.sequence_chunk
         chunk = self.planner.shape.micro_batch.chunk if chunk == "auto" else chunk
+        tile = config.mlp_tile_tokens
+        tile = self.planner.shape.micro_batch.tile if tile == "auto" else tile
         recompute = whether_recomputed(config)
         loss = loss_settings_of(config, backend.replicas.size)
         if loss.objective is not None:
@@ -220,6 +222,7 @@ class MemoryUse:
             sequence_chunk=chunk,
             division=self._division(chunk),
             host_keys=HostKeys(backend) if self._keys_in_host else None,
+            tile_tokens=tile,
         )
 
     @property

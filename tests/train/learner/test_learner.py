@@ -272,6 +272,10 @@ def gradients_of(learner: Learner) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
 
 
-def test_a_learner_is_told_how_long_a_chunk_is(checkpoint_of: CheckpointOf) -> None:
-    with pytest.raises(ConfigError, match="does not choose how long a chunk is"):
-        open_learner(checkpoint_of("llama").streamed, sequence_chunk="auto")
+@pytest.mark.parametrize("setting", ["sequence_chunk", "mlp_tile_tokens"])
+def test_a_learner_is_told_how_many_tokens_are_computed_at_once(
+    checkpoint_of: CheckpointOf, setting: str
+) -> None:
+    with pytest.raises(ConfigError, match="does not choose how many tokens") as refused:
+        open_learner(checkpoint_of("llama").streamed, **{setting: "auto"})
+    assert refused.value.where == setting

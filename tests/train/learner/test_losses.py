@@ -45,6 +45,14 @@ def cispo(logps: Tensor, row: dict[str, Tensor]) -> Tensor:
     return -(factor * logps * row["advantages"]).sum()
 
 
+def truncated(most: float) -> Formula:
+    def loss(logps: Tensor, row: dict[str, Tensor]) -> Tensor:
+        ratio = (logps - row["logprobs"]).exp().detach()
+        return -(ratio.minimum(torch.tensor(most)) * logps * row["advantages"]).sum()
+
+    return loss
+
+
 def dro(beta: float) -> Formula:
     def loss(logps: Tensor, row: dict[str, Tensor]) -> Tensor:
         pull = beta / 2 * (logps - row["logprobs"]).square()
@@ -59,6 +67,7 @@ CASES: dict[str, tuple[str, dict[str, float], Formula]] = {
     "ppo": ("ppo", {}, clipped(0.8, 1.2)),
     "ppo, narrow": ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.01}, clipped(0.95, 1.01)),
     "cispo": ("cispo", {}, cispo),
+    "truncated": ("cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 1.1}, truncated(1.1)),
     "dro": ("dro", {}, dro(0.05)),
     "dro, strong": ("dro", {"beta": 0.7}, dro(0.7)),
 }  # fmt: skip

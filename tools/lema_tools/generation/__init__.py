@@ -11,7 +11,7 @@ import typer
 from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
 from lema.errors import ConfigError
 from lema_tools.generation.compared import Base, check_compared
-from lema_tools.generation.images import in_place, with_images
+from lema_tools.generation.images import check_shown, in_place, with_images
 from lema_tools.generation.merged import Merged, check_merged, merged_model
 from lema_tools.generation.results import ResultWriter, saved_results
 from lema_tools.generation.sampling import (
@@ -67,6 +67,17 @@ def generate(
             ),
         ),
     ] = None,
+    video: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="Video before the text of every --prompt, as --image."),
+    ] = None,
+    audio: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Sound before the text of every --prompt, for models that hear, as --image.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="File for the results, one JSON object per line."),
@@ -119,12 +130,8 @@ def generate(
         raise ConfigError(
             "a text is written as a message, or as it is", where="--chat, --raw", how="give one"
         )
-    if image and (prompts is not None or raw):
-        raise ConfigError(
-            "images stand in messages of a chat",
-            where="--image",
-            how="give --prompt TEXT without --raw; rows of a file name their images themselves",
-        )
+    shown = {"images": image, "videos": video, "audios": audio}
+    check_shown(shown, may_be=prompts is None and not raw)
     check_merged(base, merged)
     check_keys_values(kv)
     options = sampling(
@@ -140,9 +147,9 @@ def generate(
     from lema.data.files import Row
     from lema.data.prompts import has_images, read_prompts
 
-    shown = {"images": [in_place(path) for path in image]} if image else {}
+    columns = {name: [in_place(path) for path in paths] for name, paths in shown.items() if paths}
     rows = [
-        Row({"prompt": text, **shown}, "--prompt", number)
+        Row({"prompt": text, **columns}, "--prompt", number)
         for number, text in enumerate(prompt or [], 1)
     ]
     rows = rows or read_prompts(prompts or Path("-"))

@@ -1,16 +1,20 @@
-"""Images that `lema generate`, `lema chat` and `lema eval` are given: the model is opened for them
-where one is, and paths of users lead wherever they lie.
+"""Images, videos and sounds that `lema generate`, `lema chat` and `lema eval` are given: the model
+is opened for them where there are some, and paths of users lead wherever they lie.
 """
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lema.errors import ConfigError
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from lema.data.files import Row
     from lema.data.images.reading import ImageReading
     from lema.train.model import LemaModel
 
-__all__ = ["in_place", "reading_of", "with_images"]
+__all__ = ["check_shown", "in_place", "reading_of", "with_images"]
 
 SETTING = "modalities"
 URLS = ("http://", "https://", "data:")
@@ -24,6 +28,18 @@ def in_place(image: str) -> str:
         return image
     path = image[len(FILE) :] if image.lower().startswith(FILE) else image
     return str(Path(path).expanduser().absolute())
+
+
+def check_shown(shown: "Mapping[str, list[str] | None]", *, may_be: bool) -> None:
+    """Refuse images, videos and sounds by their columns, with `ConfigError`, where no message has a
+    place for them."""
+    column = next((name for name, paths in shown.items() if paths), None)
+    if column is not None and not may_be:
+        raise ConfigError(
+            f"{column} stand in messages of a chat",
+            where=f"--{column.removesuffix('s')}",
+            how=f"give --prompt TEXT without --raw; rows of a file name their {column} themselves",
+        )
 
 
 def with_images(settings: list[str] | None) -> list[str]:

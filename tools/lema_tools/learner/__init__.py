@@ -111,8 +111,8 @@ def serve_learner(
     try:
         if listening is None:
             typer.echo(f"{service.name} can be served; the secret is in {file}", err=True)
-            if (room := service.learner.room) is not None:
-                typer.echo(room.summary(service.learner.opened), err=True)
+            if (budget := service.learner.budget) is not None:
+                typer.echo(budget.summary(service.learner.opened), err=True)
             return
         where = f"http://{host}:{listening.getsockname()[1]}"
         typer.echo(f"{where} serves {service.name}; the secret is in {file}", err=True)

@@ -84,5 +84,5 @@ def _numbers(service: Service) -> str:
 def _of_adapters(service: Service, now: Mapping[str, float]) -> str:
     """Return what the adapters on the device take of what they may take."""
     taken = human_bytes(now["adapter_bytes"])
-    room = service.learner.room
-    return taken if room is None else f"{taken} of {human_bytes(room.nbytes)} on the device"
+    budget = service.learner.budget
+    return taken if budget is None else f"{taken} of {human_bytes(budget.nbytes)} on the device"

@@ -374,8 +374,8 @@ class Service:
         digest = _digest(canonical(body))
         rows = read_rows(body)
         try:
-            rows.of_adapter(model.folder).check(self.learner.vocabulary, self.learner.longest)
-        except DataError as error:
+            self.learner.check_rows(rows.of_adapter(model.folder))
+        except (ConfigError, DataError) as error:
             return rows, f"{error.what}. {error.how}" if error.how else error.what, digest
         return rows, None, digest
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lema.errors import DataError
 from lema.train.learner.heads import Scored
-from lema.train.learner.rows import AdapterRows, Datum
+from lema.train.learner.rows import ROUTED, AdapterRows, Datum
 
 __all__ = ["RowsRequest", "SampledText", "canonical", "read_rows", "sample_answer", "scored_answer"]
 
@@ -233,10 +233,14 @@ def _datum(row: Any) -> Datum:
         raise DataError("a row has no target_tokens", where="loss_fn_inputs")
     if targets.is_floating_point():
         raise DataError("target_tokens are no whole numbers", where="loss_fn_inputs")
+    routed = tensors.pop(ROUTED, None)
+    if routed is not None and routed.is_floating_point():
+        raise DataError(f"{ROUTED} are no whole numbers", where="loss_fn_inputs")
     return Datum(
         torch.from_numpy(ids.astype(np.int64)),
         targets,
         {name: tensor.float() for name, tensor in tensors.items()},
+        routed,
     )
 
 

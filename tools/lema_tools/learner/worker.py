@@ -363,8 +363,8 @@ class Worker:
         try:
             rows = read_rows(request.body)
             again = rows.of_adapter(model.folder)
-            again.check(self._learner.vocabulary, self._learner.longest)
-        except DataError:
+            self._learner.check_rows(again)
+        except (ConfigError, DataError):
             return None
         return None if rows.forward_only else again
 

@@ -10,13 +10,13 @@ from lema.plan.plan import MOST_ADAPTERS, most_adapters
 from lema.train.learner.adapter import AdapterSpec, Targets
 from lema.train.model import LemaModel
 
-__all__ = ["AdapterRoom"]
+__all__ = ["AdapterBudget"]
 
 AUTO = (None, "auto")  # values of `device_memory` that name no bytes
 
 
 @dataclass(frozen=True)
-class AdapterRoom:
+class AdapterBudget:
     """Room for so many adapters of a rank at once; more of lower ranks fit as well.
 
     Args:
@@ -50,7 +50,7 @@ class AdapterRoom:
             raise MemoryLimitError(what, where="adapters", how=how)
 
     def reserve(self, opened: LemaModel) -> None:
-        """Take the room off the device memory that is planned with, and plan the rest.
+        """Take the budget off the device memory that is planned with, and plan the rest.
 
         Raises:
             MemoryLimitError: the adapters, or the layers beside them, do not fit.
