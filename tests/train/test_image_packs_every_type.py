@@ -12,12 +12,12 @@ import pytest
 import torch
 from imagerows import STREAMED_IMAGES, TOWERLESS, image_batch, publish_with_images
 from mediasteps import opened, settings
+from packedways import step_of
 from parity import Outcome, all_gradients, relative_difference
 from publishedclass import published_class
 from torch import Tensor
 from transformers import AutoConfig
 
-from lema import LemaModel
 from lema.data.images.rows import RowImages
 from lema.engine.packing import check_packing
 from lema.errors import ConfigError
@@ -96,15 +96,6 @@ def texts_of(batch: Batch) -> list[Batch]:
     return [{"input_ids": [*range(first, first + 6)], IMAGES: images} for first in (5, 20, 40, 60)]
 
 
-def outcome(model: LemaModel, batch: Batch) -> Outcome:
-    model.skeleton.zero_grad()
-    loss = model.adapter.loss([batch])
-    loss.backward()
-    step = Outcome.of(model.skeleton, loss)
-    gradients = {name: one for name, one in step.gradients.items() if one is not None}
-    return Outcome(step.loss, gradients, step.generator)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("model_type", STREAMED_IMAGES)
 def test_packs_and_chunks_have_the_gradients_of_whole_rows(model_type: str, tmp_path: Path) -> None:
@@ -126,11 +117,11 @@ def test_packs_and_chunks_have_the_gradients_of_whole_rows(model_type: str, tmp_
                 with pytest.raises(ConfigError, match=why):
                     if "packs" in way:
                         check_packing(model.adapter, texts_of(batch), 2)
-                    outcome(model, form(batch))
+                    step_of(model, [form(batch)])
                 continue
             if "packs" in way:
                 check_packing(model.adapter, texts_of(batch), 2)
-            outcomes[way] = outcome(model, form(batch))
+            outcomes[way] = step_of(model, [form(batch)])
     expected = outcomes["whole"]
     for way, step in outcomes.items():
         assert relative_difference(step.loss, expected.loss) < 2e-6, way
