@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from mediasteps import compare_dpo, compare_sft, settings
+from packedways import compare_ways
 from soundprocessors import HEARING, publish_hearing, sound_examples, sound_rows
 
 KIND = "qwen2_audio"
@@ -33,3 +34,9 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
 def test_dpo_is_that_of_the_whole_model(published: dict[str, Path], tmp_path: Path) -> None:
     rows = sound_examples(tmp_path)
     compare_dpo(settings(published[KIND], tmp_path, rows, objective="dpo"), rows)
+
+
+def test_chunks_and_packs_have_the_gradients_of_whole_rows(
+    published: dict[str, Path], tmp_path: Path
+) -> None:
+    compare_ways(published[KIND], tmp_path, sound_rows(tmp_path))

@@ -116,7 +116,7 @@ def answered(model: Path, folder: Path) -> str:
     ).strip()
 
 
-@pytest.mark.parametrize("changes", [{"packing": True}, {"sequence_chunk": 8}])
+@pytest.mark.parametrize("changes", [{"packing": "wrapped", "overlong": "truncate"}])
 def test_what_does_not_go_with_sounds_is_refused_with_the_reason(
     changes: dict[str, Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

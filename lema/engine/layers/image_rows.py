@@ -8,7 +8,8 @@ the layers. What that is given is joined into packs, and cut into chunks, from t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
+from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lema.engine.layers.call_chunks import CallChunks, token_inputs
-from lema.errors import ConfigError
+from lema.errors import ConfigError, is_out_of_memory
 from lema.model import Split
+from lema.model.capture import PASSED_THROUGH_THE_MODEL
 from lema.model.flow import Prelude
 from lema.model.sequence.blockmask import BlockMask, block_masks
 from lema.model.sequence.chunks import Allocate
@@ -58,6 +60,7 @@ def front_of_images(
         ConfigError: rows of this model cannot be packed, or cut.
     """
     width = batch[IDS].shape[1]
+    device = batch[IDS].device
     cuts = size is not None and width > size
     if lengths is None and not cuts:
         more = images(batch[IDS])
@@ -67,27 +70,66 @@ def front_of_images(
         call = split.owner_call({**rows, **images(rows[IDS])}, weights, differentiate=differentiate)
     forward = split.owner.forward
     parameters = signature(forward).parameters
-    if "use_cache" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if "use_cache" in parameters or Parameter.VAR_KEYWORD in kinds:
         call["use_cache"] = False
     if lengths is not None:
         if POSITIONS not in parameters:
-            what = "this model takes no position_ids, which mark the rows of a pack"
-            raise ConfigError(what, where="packing", how="set packing: false")
-        inputs, options = token_inputs(forward, call)
-        packs = RowPacks(lengths, width, inputs.tokens.device)
-        call = {**options, **packs.packed(inputs)}
-    if cuts and size is not None:
+            raise _unpacked("it takes no position_ids, which mark the rows of a pack")
+        call = _packed(forward, call, RowPacks(lengths, width, device))
+    front = partial(_front, split, call, size if cuts else None, device)
+    try:
+        return front(differentiate=differentiate, allocate=allocate)
+    except PASSED_THROUGH_THE_MODEL as error:
+        if lengths is None or is_out_of_memory(error):
+            raise
+        raise _unpacked(f"it does not run on a pack: {error}") from error
+
+
+def _front(
+    split: Split,
+    call: dict[str, Any],
+    size: int | None,
+    device: torch.device,
+    *,
+    differentiate: bool,
+    allocate: Allocate | None,
+) -> Prelude:
+    """Run the module that holds the layers up to these, in chunks of so many tokens; None: at
+    once."""
+    forward = split.owner.forward
+    if size is not None:
         with split.autocast():
-            chunks = CallChunks(split, forward, call, size, batch[IDS].device)
+            chunks = CallChunks(split, forward, call, size, device)
         return chunks.prelude(differentiate=differentiate, allocate=allocate)
-    call[MASK] = _in_full(call.get(MASK))
-    few = {IDS: torch.ones_like(batch[IDS][:1, :2])}
+    call = {**call, MASK: _in_full(call.get(MASK))}
+    few = {IDS: torch.ones(1, 2, dtype=torch.long, device=device)}
 
     def run() -> object:
         with split.autocast():
             return forward(**call)
 
     return split.prelude(few, {}, differentiate=differentiate, run=run)
+
+
+def _packed(
+    forward: Callable[..., Any], call: Mapping[str, Any], packs: RowPacks
+) -> dict[str, Any]:
+    """Return the arguments of a call on packs, of those on their rows. `ConfigError`: it cannot be
+    told to which row they belong."""
+    try:
+        inputs, options = token_inputs(forward, call)
+    except ConfigError as error:
+        raise _unpacked(f"something may belong to all rows ({error.what})") from error
+    return {**options, **packs.packed(inputs)}
+
+
+def _unpacked(why: str) -> ConfigError:
+    return ConfigError(
+        f"rows with images of this model cannot be packed: {why}",
+        where="packing",
+        how="set packing: false",
+    )
 
 
 def rows_of_packs(ids: Tensor, lengths: Sequence[Sequence[int]]) -> dict[str, Tensor]:
