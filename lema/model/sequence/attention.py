@@ -189,7 +189,7 @@ class _InBlocks(torch.autograd.Function):
         ctx: FunctionCtx,
         query: Tensor,
         own_keys: Tensor,  # noqa: ARG004 - autograd looks at it
-        own_values: Tensor,  # noqa: ARG004 - the same
+        own_values: Tensor,
         memory: AttendedBlocks,
         mask: BlockMask,
         scale: float,
@@ -201,7 +201,7 @@ class _InBlocks(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             tiles = _Tiles(query)
-            merged = _merged(tiles, memory, mask, scale)
+            merged = _merged(tiles, memory, mask, scale, own_values.shape[-1])
         output, log_sums = map(tiles.joined, merged)
         output = output.to(dtype)
         ctx.save_for_backward(query, output, log_sums)
@@ -319,11 +319,12 @@ class _Block(NamedTuple):
 
 
 def _merged(
-    tiles: _Tiles, memory: AttendedBlocks, mask: BlockMask, scale: float
+    tiles: _Tiles, memory: AttendedBlocks, mask: BlockMask, scale: float, width: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return attention, and the logarithms to base 2 of the sums of scores, in tiles."""
+    """Return attention, and the logarithms to base 2 of the sums of scores, in tiles; `width` is
+    that of values.
+    """
     queries = [query * (scale / LOG_2) for query in tiles.queries]
-    width = memory.block(0, 0)[1].shape[-1]
     outputs = [query.new_zeros(*query.shape[:-1], width) for query in queries]
     lowest = torch.finfo(queries[0].dtype).min
     highest = [query.new_full((*query.shape[:-1], 1), lowest) for query in queries]
