@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -151,22 +152,22 @@ def device_side(directory: Path, shape: Shape, length: int, chunk: int) -> dict[
 
 
 def measured(directory: Path, shape: Shape, length: int, chunk: int) -> dict[str, Any]:
-    """Take two steps on a row, and measure the second; `chunk` 0: at once."""
+    """Take a step on a row, after one on a short row, and measure it; `chunk` 0: at once."""
     batch = row_of(shape, length)
     with closing(LemaModel(config_of(directory, length, chunk))) as model:
         model.initialize_lora()
         model.skeleton.train()
-        model.adapter.loss([batch]).backward()
+        model.adapter.loss([row_of(shape, 2 * chunk or 512)]).backward()
         for parameter in model.get_trainable_parameters():
             parameter.grad = None
         before = model.memory.counters.leases
         began = time.monotonic()
-        cpu_began = time.process_time()
+        user_began = os.times().user
         with PeakAnonymous() as memory:
             loss = model.adapter.loss([batch])
             loss.backward()
         seconds = time.monotonic() - began
-        cpu_seconds = time.process_time() - cpu_began
+        user_seconds = os.times().user - user_began
         leases = model.memory.counters.leases - before
     return {
         "tokens": length,
@@ -174,7 +175,8 @@ def measured(directory: Path, shape: Shape, length: int, chunk: int) -> dict[str
         "peak_bytes": memory.peak,
         "leases": leases,  # of layers; the top one is leased once
         "seconds": round(seconds, 2),
-        "cpu_seconds": round(cpu_seconds, 2),  # which others at work do not lengthen as much
+        # of processors, which others at work do not lengthen as much
+        "user_seconds": round(user_seconds, 2),
         "loss": float(loss.detach()),
     }
 

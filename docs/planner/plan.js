@@ -1,7 +1,7 @@
 // Made by tests/support/plannerpage/write.py from lema/plan and what it stands on; not to be
 // changed by hand.
 "use strict";
-const lemaFacts = {"defaults": {"strategy": "streaming", "gradient_checkpointing": "auto", "activation_offloading": false, "boundary_activations": "auto", "prefetch_depth": null, "torch_compile": false, "micro_batch_size": null, "deterministic": false, "packing": false, "tokens_per_step": null, "gradient_accumulation_steps": 1, "shard_weights": false, "shard_optimizer": false, "micro_batch_tokens": null, "sequence_parallel": false, "pad_to_multiple_of": null, "max_steps": null, "counts_tokens": false, "reference": null, "offloading_tier": null, "group_by_length": false, "shuffle": true, "seed": 42, "host_memory": null, "sequence_chunk": null}, "objectives": {"sft": {"examples": "rows", "loss": null}, "dpo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "ipo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "orpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "simpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "kto": {"examples": "labelled rows", "loss": {"reference": true, "mismatched": true}}}, "cards": ["t4", "4090", "h200"], "chunks": [1024, 256], "ranks": [8, 64], "lengths": [512, 1024, 2048, 4096, 8192, 16384, 32768], "lengthsOfHead": [512, 1024, 2048, 4096], "parts": [["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]], "dated": "profiles of lema/plan/machine.py, as of November 2026"};
+const lemaFacts = {"defaults": {"strategy": "streaming", "gradient_checkpointing": "auto", "activation_offloading": false, "boundary_activations": "auto", "prefetch_depth": null, "torch_compile": false, "micro_batch_size": null, "deterministic": false, "packing": false, "tokens_per_step": null, "gradient_accumulation_steps": 1, "shard_weights": false, "shard_optimizer": false, "micro_batch_tokens": null, "sequence_parallel": false, "pad_to_multiple_of": null, "max_steps": null, "counts_tokens": false, "reference": null, "offloading_tier": null, "group_by_length": false, "shuffle": true, "seed": 42, "host_memory": null, "sequence_chunk": null, "mlp_tile_tokens": null}, "objectives": {"sft": {"examples": "rows", "loss": null}, "dpo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "ipo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "orpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "simpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "kto": {"examples": "labelled rows", "loss": {"reference": true, "mismatched": true}}}, "cards": ["t4", "4090", "h200"], "chunks": [1024, 256], "ranks": [8, 64], "lengths": [512, 1024, 2048, 4096, 8192, 16384, 32768], "lengthsOfHead": [512, 1024, 2048, 4096], "parts": [["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["keys", "keys, values and their gradients"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]], "dated": "profiles of lema/plan/machine.py, as of November 2026"};
 const { Exception, BaseException, ValueError } = stubs;
 stubs.OBJECTIVES = new Map(Object.entries(lemaFacts.objectives));
 stubs.objective_of = (config) => lemaFacts.objectives[config.objective].loss;
@@ -9,7 +9,7 @@ const lema_config_units = (() => {
 const math = stubs.math;
 const re = stubs.re;
 const ConfigError = stubs.ConfigError;
-const MEMORY_PARTS = new Map([["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]]);
+const MEMORY_PARTS = new Map([["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["keys", "keys, values and their gradients"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]]);
 const human_bytes = py.named(function(count) {
 return py.call(_scaled, [count, " ", ["B", "kB", "MB", "GB", "TB", "PB"]]);
 }, ["count"]);
@@ -1063,6 +1063,7 @@ const WaitingPiece = stubs.WaitingPiece;
 const Carrier = stubs.Carrier;
 const DeviceSlots = stubs.DeviceSlots;
 const Download = stubs.Download;
+const Downloaded = stubs.Downloaded;
 const Upload = stubs.Upload;
 const has_addresses = stubs.has_addresses;
 const NO_TRACE = stubs.NO_TRACE;
@@ -1078,9 +1079,30 @@ return py.item(new Map([["device", 0], ["host", waiting], ["disk", py.min(waitin
 }, ["tier", "waiting", "largest"]);
 return {NUM_BUFFERS, boundaries_in_host, boundaries_on_device};
 })();
+const lema_activations_chunks_copies = (() => {
+const deque = stubs.deque;
+const contextmanager = stubs.contextmanager;
+const torch = stubs.torch;
+const Tensor = stubs.Tensor;
+const view_like = stubs.view_like;
+const Cut = stubs.Cut;
+const Carrier = stubs.Carrier;
+const DeviceSlots = stubs.DeviceSlots;
+const Download = stubs.Download;
+const SlotLayout = stubs.SlotLayout;
+const Span = stubs.Span;
+const Upload = stubs.Upload;
+const NUM_SLOTS = 2;
+const NUM_LEAVING = 2;
+const chunks_on_device = py.named(function(chunk_bytes) {
+return py.mul(py.add(py.mul(2, NUM_SLOTS), NUM_LEAVING), chunk_bytes);
+}, ["chunk_bytes"]);
+return {NUM_LEAVING, NUM_SLOTS, chunks_on_device};
+})();
 const lema_activations_stepstore = (() => {
 const tempfile = stubs.tempfile;
 const weakref = stubs.weakref;
+const AbstractContextManager = stubs.AbstractContextManager;
 const closing = stubs.closing;
 const contextmanager = stubs.contextmanager;
 const Path = stubs.Path;
@@ -1091,6 +1113,7 @@ const Key = stubs.Key;
 const Tier = stubs.Tier;
 const TierName = stubs.TierName;
 const make_tier = stubs.make_tier;
+const Cuts = stubs.Cuts;
 const DiskStore = stubs.DiskStore;
 const HostPool = stubs.HostPool;
 const HostStore = stubs.HostStore;
@@ -1181,13 +1204,13 @@ Overhead.fields = Overhead.sig;
 Overhead.prototype.rounding.sig = ["tensors", "parts"];
 const NO_OVERHEAD = new Overhead();
 class RowsInHost {
-constructor(working_bytes, flight_bytes, host_bytes) { this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.host_bytes = host_bytes; }
+constructor(working_bytes, flight_bytes, host_bytes, chunk_bytes) { this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.host_bytes = host_bytes; this.chunk_bytes = chunk_bytes; }
 }
 RowsInHost.isClass = true;
-RowsInHost.sig = ["working_bytes", "flight_bytes", "host_bytes"];
+RowsInHost.sig = ["working_bytes", "flight_bytes", "host_bytes", "chunk_bytes"];
 RowsInHost.fields = RowsInHost.sig;
 class Demand {
-constructor(layers, lowest = 0, outside_bytes = 0, buffer_bytes = 0, adapter_bytes = 0, working_bytes = 0, flight_bytes = 0, expanded_bytes = 0, boundary_bytes = 0, micro_boundary_bytes = 0, head_seconds = 0.0, outside_seconds = 0.0, gathered_bytes = 0, processes = 1, shared = false, training = new HostTraining(), pieces = 0, row_bytes = 0, overhead = NO_OVERHEAD, in_host = null) { this.layers = layers; this.lowest = lowest; this.outside_bytes = outside_bytes; this.buffer_bytes = buffer_bytes; this.adapter_bytes = adapter_bytes; this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.expanded_bytes = expanded_bytes; this.boundary_bytes = boundary_bytes; this.micro_boundary_bytes = micro_boundary_bytes; this.head_seconds = head_seconds; this.outside_seconds = outside_seconds; this.gathered_bytes = gathered_bytes; this.processes = processes; this.shared = shared; this.training = training; this.pieces = pieces; this.row_bytes = row_bytes; this.overhead = overhead; this.in_host = in_host; }
+constructor(layers, lowest = 0, outside_bytes = 0, buffer_bytes = 0, adapter_bytes = 0, working_bytes = 0, flight_bytes = 0, expanded_bytes = 0, boundary_bytes = 0, micro_boundary_bytes = 0, head_seconds = 0.0, outside_seconds = 0.0, gathered_bytes = 0, processes = 1, shared = false, training = new HostTraining(), pieces = 0, row_bytes = 0, overhead = NO_OVERHEAD, in_host = null, paged_bytes = 0) { this.layers = layers; this.lowest = lowest; this.outside_bytes = outside_bytes; this.buffer_bytes = buffer_bytes; this.adapter_bytes = adapter_bytes; this.working_bytes = working_bytes; this.flight_bytes = flight_bytes; this.expanded_bytes = expanded_bytes; this.boundary_bytes = boundary_bytes; this.micro_boundary_bytes = micro_boundary_bytes; this.head_seconds = head_seconds; this.outside_seconds = outside_seconds; this.gathered_bytes = gathered_bytes; this.processes = processes; this.shared = shared; this.training = training; this.pieces = pieces; this.row_bytes = row_bytes; this.overhead = overhead; this.in_host = in_host; this.paged_bytes = paged_bytes; }
 get top() {
 const self = this;
 return py.sub(py.len(self.layers), 1);
@@ -1237,7 +1260,7 @@ return (py.t(self.gathered_bytes) ? self.processes : 1);
 }
 }
 Demand.isClass = true;
-Demand.sig = ["layers", "lowest", "outside_bytes", "buffer_bytes", "adapter_bytes", "working_bytes", "flight_bytes", "expanded_bytes", "boundary_bytes", "micro_boundary_bytes", "head_seconds", "outside_seconds", "gathered_bytes", "processes", "shared", "training", "pieces", "row_bytes", "overhead", "in_host"];
+Demand.sig = ["layers", "lowest", "outside_bytes", "buffer_bytes", "adapter_bytes", "working_bytes", "flight_bytes", "expanded_bytes", "boundary_bytes", "micro_boundary_bytes", "head_seconds", "outside_seconds", "gathered_bytes", "processes", "shared", "training", "pieces", "row_bytes", "overhead", "in_host", "paged_bytes"];
 Demand.fields = Demand.sig;
 Demand.prototype.total.sig = ["what", "numbers"];
 class Speeds {
@@ -1261,7 +1284,7 @@ let gone;
 if (py.eq(allocation.saved_on, "device")) {
 return new Map([]);
 }
-gone = py.sorted(py.intersection(allocation.saved, demand.keeping));
+gone = py.sorted(py.intersection(allocation.saved, py.bound(demand, 'keeping')));
 return new Map((() => { const made$ = []; for (const t14 of py.iter(gone)) { const index = t14; made$.push([index, py.add(py.item(demand.layers, index).saved_bytes, demand.boundary_bytes)]); } return made$; })());
 }, ["demand", "allocation"]);
 const rows_in_host = py.named(function(demand, allocation) {
@@ -1273,13 +1296,16 @@ return 0;
 }
 return py.call(waiting_bytes, [demand, allocation]);
 }, ["demand", "allocation"]);
+const _read_again = py.named(function(demand, allocation) {
+return ((py.call(rows_in_host, [demand, allocation]) == null) ? 0 : py.call(_away, [demand, allocation]));
+}, ["demand", "allocation"]);
 const waiting_bytes = py.named(function(demand, allocation) {
 let count;
-count = py.sub(py.len(demand.keeping), py.len(py.intersection(allocation.saved, demand.keeping)));
+count = py.sub(py.len(py.bound(demand, 'keeping')), py.len(py.intersection(allocation.saved, py.bound(demand, 'keeping'))));
 return py.mul(count, demand.boundary_bytes);
 }, ["demand", "allocation"]);
 const phases = py.named(function(demand, allocation, speeds) {
-let _, disk_down, disk_up, down, in_memory, inputs, layers, link_down, link_up, loads_down, loads_up, moved, reads_down, reads_up, residents, saved, spilled, top, twice, up;
+let _, again, disk_down, disk_up, down, in_memory, inputs, layers, link_down, link_up, loads_down, loads_up, moved, reads_down, reads_up, residents, saved, spilled, top, twice, up;
 layers = demand.layers;
 twice = demand.visited_twice;
 top = py.item(layers, demand.top);
@@ -1297,6 +1323,9 @@ link_up = py.div(py.max(demand.total("upload_bytes", loads_up), moved), speeds.l
 link_down = py.div(py.add(demand.total("upload_bytes", loads_down), moved), speeds.link);
 link_down = py.max(link_down, py.div(py.sum((function*(t19) { for (const t20 of t19) { const layer = t20; yield layer.gradient_bytes; } })(py.iter(layers))), speeds.link));
 disk_up = py.div(py.add(py.add(demand.row_bytes, demand.total("read_bytes", reads_up)), spilled), speeds.disk);
+again = py.call(_read_again, [demand, allocation]);
+link_down = py.add(link_down, py.div(again, speeds.link));
+spilled = py.add(spilled, py.mul(again, py.eq(allocation.boundaries, "disk")));
 disk_down = py.div(py.add(demand.total("read_bytes", reads_down), spilled), speeds.disk);
 return [new Phase(up, link_up, disk_up), new Phase(down, link_down, disk_down)];
 }, ["demand", "allocation", "speeds"]);
@@ -1340,7 +1369,7 @@ Traffic.isClass = true;
 Traffic.sig = ["read", "uploaded", "downloaded"];
 Traffic.fields = Traffic.sig;
 const traffic = py.named(function(demand, allocation, steps, rewritten) {
-let gradients, in_memory, read, uploaded, waiting, weights;
+let back, gradients, in_memory, read, uploaded, waiting, weights;
 in_memory = py.or_(allocation.residents, allocation.host_cached);
 weights = py.named(function(stored_layers, what) {
 let before, down, first, first_step, later, up;
@@ -1356,9 +1385,10 @@ return new Traffic(read, 0, 0);
 uploaded = py.add(demand.outside_bytes, py.call(weights, [allocation.residents, "upload_bytes"], {}));
 waiting = py.add(py.call(_away, [demand, allocation]), py.sum(py.values(py.call(saved_elsewhere, [demand, allocation]))));
 gradients = py.sum((function*(t27) { for (const t28 of t27) { const layer = t28; yield layer.gradient_bytes; } })(py.iter(demand.layers)));
-return new Traffic(read, py.add(uploaded, py.mul(steps, waiting)), py.mul(steps, py.add(gradients, waiting)));
+back = py.add(waiting, py.call(_read_again, [demand, allocation]));
+return new Traffic(read, py.add(uploaded, py.mul(steps, back)), py.mul(steps, py.add(gradients, waiting)));
 }, ["demand", "allocation", "steps", "rewritten"]);
-return {Allocation, Demand, HostTraining, LayerCost, NO_OVERHEAD, Overhead, Phase, RowsInHost, Speeds, Tier, Traffic, _away, crossover, down_seconds, fetches, group_numbers, phases, rows_in_host, saved_elsewhere, seconds, traffic, waiting_bytes};
+return {Allocation, Demand, HostTraining, LayerCost, NO_OVERHEAD, Overhead, Phase, RowsInHost, Speeds, Tier, Traffic, _away, _read_again, crossover, down_seconds, fetches, group_numbers, phases, rows_in_host, saved_elsewhere, seconds, traffic, waiting_bytes};
 })();
 const lema_plan_memory = (() => {
 const boundaries_in_host = lema_activations_boundaries.boundaries_in_host;
@@ -1389,7 +1419,7 @@ saved = py.sum(py.values(py.call(saved_elsewhere, [demand, allocation])));
 training = demand.training;
 count = demand.processes;
 cached = py.sum((function*(t3) { for (const t4 of t3) { const index = t4; yield py.item(demand.layers, index).slot_bytes; } })(py.iter(allocation.host_cached)));
-return new Map([["ring", py.mul(count, py.call(_ring, [demand, allocation], {skip_cached: true}))], ["cached", py.mul(demand.host_copies, cached)], ["boundaries", py.mul(count, py.add(rows_bytes, py.call(boundaries_in_host, [tier, waiting, demand.micro_boundary_bytes])))], ["saved", py.mul(count, py.call(graphs_in_host, [allocation.saved_on, saved]))], ["masters", py.mul(count, training.masters)], ["moments", py.mul(count, training.moments)], ["waiting", py.mul(count, training.gradients)], ["stepping", py.mul(count, training.stepping)]]);
+return new Map([["ring", py.mul(count, py.call(_ring, [demand, allocation], {skip_cached: true}))], ["cached", py.mul(demand.host_copies, cached)], ["boundaries", py.mul(count, py.add(rows_bytes, py.call(boundaries_in_host, [tier, waiting, py.call(_largest_boundary, [demand, allocation])])))], ["keys", py.mul(count, demand.paged_bytes)], ["saved", py.mul(count, py.call(graphs_in_host, [allocation.saved_on, saved]))], ["masters", py.mul(count, training.masters)], ["moments", py.mul(count, training.moments)], ["waiting", py.mul(count, training.gradients)], ["stepping", py.mul(count, training.stepping)]]);
 }, ["demand", "allocation"]);
 const _ring = py.named(function(demand, allocation, skip_cached) {
 let in_memory, through;
@@ -1398,15 +1428,21 @@ through = (() => { const made$ = []; for (const t5 of py.iter(demand.leased)) { 
 return py.call(ring_bytes, [allocation.slots, through]);
 }, ["demand", "allocation", "skip_cached"]);
 const _boundaries_on_device = py.named(function(demand, allocation) {
-let kept, own_bytes, waiting, with_graphs;
+let kept, largest, own_bytes, waiting, with_graphs;
 waiting = py.call(waiting_bytes, [demand, allocation]);
-kept = py.intersection(allocation.saved, demand.keeping);
+kept = py.intersection(allocation.saved, py.bound(demand, 'keeping'));
 with_graphs = py.sub(py.len(kept), py.len(py.call(saved_elsewhere, [demand, allocation])));
 own_bytes = 0;
-if ((py.call(rows_in_host, [demand, allocation]) == null)) {
-own_bytes = py.call(boundaries_on_device, [allocation.boundaries, waiting, demand.micro_boundary_bytes]);
+if (((py.call(rows_in_host, [demand, allocation]) == null) || !py.t(demand.shared))) {
+largest = py.call(_largest_boundary, [demand, allocation]);
+own_bytes = py.call(boundaries_on_device, [allocation.boundaries, waiting, largest]);
 }
 return py.add(own_bytes, py.mul(with_graphs, demand.boundary_bytes));
+}, ["demand", "allocation"]);
+const _largest_boundary = py.named(function(demand, allocation) {
+let in_host;
+in_host = py.call(rows_in_host, [demand, allocation]);
+return ((in_host == null) ? demand.micro_boundary_bytes : in_host.chunk_bytes);
 }, ["demand", "allocation"]);
 const _saved_on_device = py.named(function(demand, allocation) {
 let gone, layers, passing, staying;
@@ -1425,7 +1461,7 @@ layer_sizes = py.add(layer_sizes, (() => { const made$ = []; for (const t11 of p
 num_parts = py.sum((function*(t12) { for (const t13 of t12) { const part = t13; if ((py.has(part, ADDED_TO) || (py.t(py.item(tensors, part)) && py.hasnot(part, OF_LAYERS)))) { yield 1; } } })(py.iter(tensors)));
 return py.add(demand.overhead.workspaces, demand.overhead.rounding(layer_sizes, num_parts));
 }, ["demand", "allocation", "tensors"]);
-return {ADDED_TO, OF_LAYERS, _boundaries_on_device, _ring, _saved_on_device, _workspaces, device_parts, host_parts};
+return {ADDED_TO, OF_LAYERS, _boundaries_on_device, _largest_boundary, _ring, _saved_on_device, _workspaces, device_parts, host_parts};
 })();
 const lema_plan_budget = (() => {
 const math = stubs.math;
@@ -1488,7 +1524,7 @@ return py.call(_without_surplus, [demand, cautious, best, host_limit], {may_stre
 }, ["demand", "speeds", "num_slots", "device_limit", "host_limit", "host_cache", "recompute", "boundaries", "saved_on", "stay", "save", "products"]);
 const _candidates = py.named(function*(demand, num_slots, tiers, saved_on, stay, recompute) {
 let count, num_layers, residents, saved, saved_tier, tier;
-;[saved, saved_tier] = py.list((py.t(recompute) ? [py.frozenset(), py.item(_TIERS, 0)] : [py.frozenset(demand.keeping), saved_on]));
+;[saved, saved_tier] = py.list((py.t(recompute) ? [py.frozenset(), py.item(_TIERS, 0)] : [py.frozenset(py.bound(demand, 'keeping')), saved_on]));
 num_layers = py.len(demand.layers);
 for (const t6 of py.iter(py.range((py.t(stay) ? py.add(num_layers, 1) : 1)))) { count = t6;
 residents = py.frozenset(py.call(spread, [count, num_layers]));
@@ -1503,7 +1539,7 @@ return ((limit == null) ? math.inf : py.sub(limit, py.sum(py.values(parts))));
 const _saved_layers = py.named(function(demand, bare, free_bytes, products) {
 let _, activation_bytes, inputs, layers, part, product_layers, saved, saves;
 inputs = (py.eq(bare.boundaries, "device") ? 0 : demand.boundary_bytes);
-layers = new Map((() => { const made$ = []; for (const t8 of py.iter(py.call(scattered, [py.len(demand.layers)]))) { const index = t8; if (py.has(index, demand.keeping)) { made$.push([index, py.item(demand.layers, index)]); } } return made$; })());
+layers = new Map((() => { const made$ = []; for (const t8 of py.iter(py.call(scattered, [py.len(demand.layers)]))) { const index = t8; if (py.has(index, py.bound(demand, 'keeping'))) { made$.push([index, py.item(demand.layers, index)]); } } return made$; })());
 layers = new Map((() => { const made$ = []; for (const t9 of py.iter(py.items(layers))) { const [index, layer] = py.list(t9); if (!py.t(layer.groups)) { made$.push([index, layer]); } } return made$; })());
 activation_bytes = new Map((() => { const made$ = []; for (const t10 of py.iter(py.items(layers))) { const [index, layer] = py.list(t10); made$.push([index, py.add(layer.saved_bytes, inputs)]); } return made$; })());
 part = new Map((() => { const made$ = []; for (const t11 of py.iter(py.items(layers))) { const [index, layer] = py.list(t11); if ((py.t(products) && py.t(layer.product_bytes))) { made$.push([index, layer.product_bytes]); } } return made$; })());
@@ -1684,28 +1720,28 @@ const without_values = stubs.without_values;
 const Lease = stubs.Lease;
 const LayerBytes = stubs.LayerBytes;
 class MicroBatch {
-constructor(rows, length, forward_only = 0, settled = false, packed = false, chunk = null) { this.rows = rows; this.length = length; this.forward_only = forward_only; this.settled = settled; this.packed = packed; this.chunk = chunk; }
+constructor(rows, length, forward_only = 0, settled = false, packed = false, chunk = null, host_keys = false, tile = null) { this.rows = rows; this.length = length; this.forward_only = forward_only; this.settled = settled; this.packed = packed; this.chunk = chunk; this.host_keys = host_keys; this.tile = tile; }
 get tokens() {
 const self = this;
 return py.mul(self.rows, self.length);
 }
 get is_cut() {
 const self = this;
-return py.both((self.chunk != null), () => py.gt(self.length, self.chunk));
+return py.both((py.bound(self, 'chunk') != null), () => py.gt(self.length, py.bound(self, 'chunk')));
 }
 }
 MicroBatch.isClass = true;
-MicroBatch.sig = ["rows", "length", "forward_only", "settled", "packed", "chunk"];
+MicroBatch.sig = ["rows", "length", "forward_only", "settled", "packed", "chunk", "host_keys", "tile"];
 MicroBatch.fields = MicroBatch.sig;
 class LayerWork {
-constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, chunk_bytes = 0, top_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.chunk_bytes = chunk_bytes; this.top_bytes = top_bytes; this.square_flops = square_flops; }
+constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, paged_bytes = 0, chunk_bytes = 0, top_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.paged_bytes = paged_bytes; this.chunk_bytes = chunk_bytes; this.top_bytes = top_bytes; this.square_flops = square_flops; }
 at_once(times) {
 const self = this;
 return py.add(py.round(py.mul(py.max(times, 1.0), self.waiting_bytes)), py.bound(self, 'working_bytes'));
 }
 }
 LayerWork.isClass = true;
-LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes", "key_gradient_bytes", "chunk_bytes", "top_bytes", "square_flops"];
+LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes", "key_gradient_bytes", "paged_bytes", "chunk_bytes", "top_bytes", "square_flops"];
 LayerWork.fields = LayerWork.sig;
 LayerWork.prototype.at_once.sig = ["times"];
 class HeadWork {
@@ -1715,10 +1751,14 @@ HeadWork.isClass = true;
 HeadWork.sig = ["flops", "working_bytes", "exchange", "waiting_bytes"];
 HeadWork.fields = HeadWork.sig;
 class Workload {
-constructor(kinds, works, head, hidden_bytes, call_bytes, prelude_bytes, state_bytes, starts_below, entered, pieces = null, in_host = null) { this.kinds = kinds; this.works = works; this.head = head; this.hidden_bytes = hidden_bytes; this.call_bytes = call_bytes; this.prelude_bytes = prelude_bytes; this.state_bytes = state_bytes; this.starts_below = starts_below; this.entered = entered; this.pieces = pieces; this.in_host = in_host; }
+constructor(kinds, works, head, hidden_bytes, call_bytes, prelude_bytes, state_bytes, starts_below, entered, pieces = null, in_host = null, chunk_bytes = 0) { this.kinds = kinds; this.works = works; this.head = head; this.hidden_bytes = hidden_bytes; this.call_bytes = call_bytes; this.prelude_bytes = prelude_bytes; this.state_bytes = state_bytes; this.starts_below = starts_below; this.entered = entered; this.pieces = pieces; this.in_host = in_host; this.chunk_bytes = chunk_bytes; }
 of(layer) {
 const self = this;
 return py.item(self.works, py.item(self.kinds, layer));
+}
+get paged_bytes() {
+const self = this;
+return py.max((function*(t1) { for (const t2 of t1) { const work = t2; yield work.paged_bytes; } })(py.iter(self.works)));
 }
 working_bytes(times) {
 const self = this;
@@ -1736,15 +1776,15 @@ return self.most(py.round(py.add(py.bound(self.pieces, 'working_bytes'), waiting
 most(head_bytes, times) {
 const self = this;
 let at_head, at_top, to_come, top;
-to_come = py.sum((function*(t1) { for (const t2 of t1) { const layer = t2; yield self.of(layer).gradient_bytes; } })(py.iter(py.range(py.len(self.kinds)))));
+to_come = py.sum((function*(t3) { for (const t4 of t3) { const layer = t4; yield self.of(layer).gradient_bytes; } })(py.iter(py.range(py.len(self.kinds)))));
 top = self.of(py.sub(py.len(self.kinds), 1));
 at_head = py.add(py.sub(head_bytes, to_come), py.round(py.mul(py.max(times, 1.0), top.waiting_bytes)));
 at_top = py.add(top.at_once(times), top.top_bytes);
-return py.max(self.prelude_bytes, at_head, at_top, ...py.iter((function*(t3) { for (const t4 of t3) { const work = t4; yield work.at_once(times); } })(py.iter(self.works))));
+return py.max(self.prelude_bytes, at_head, at_top, ...py.iter((function*(t5) { for (const t6 of t5) { const work = t6; yield work.at_once(times); } })(py.iter(self.works))));
 }
 }
 Workload.isClass = true;
-Workload.sig = ["kinds", "works", "head", "hidden_bytes", "call_bytes", "prelude_bytes", "state_bytes", "starts_below", "entered", "pieces", "in_host"];
+Workload.sig = ["kinds", "works", "head", "hidden_bytes", "call_bytes", "prelude_bytes", "state_bytes", "starts_below", "entered", "pieces", "in_host", "chunk_bytes"];
 Workload.fields = Workload.sig;
 Workload.prototype.of.sig = ["layer"];
 Workload.prototype.working_bytes.sig = ["times"];
@@ -1756,11 +1796,11 @@ start = first;
 double = second;
 result = start;
 if (py.t(py.isinstance(start, py.tuple))) {
-result = py.tuple((function*(t5) { for (const t6 of t5) { const pair = t6; yield py.call(grown, [...py.iter(pair), factor]); } })(py.iter(py.zip.call({strict: true}, start, double))));
+result = py.tuple((function*(t7) { for (const t8 of t7) { const pair = t8; yield py.call(grown, [...py.iter(pair), factor]); } })(py.iter(py.zip.call({strict: true}, start, double))));
 } else {
 if (py.t(py.call(is_dataclass, [start]))) {
 kind = py.type(start);
-result = py.call(kind, [...py.iter((function*(t7) { for (const t8 of t7) { const part = t8; yield py.call(grown, [py.getattr(start, part.name), py.getattr(double, part.name), factor]); } })(py.iter(py.call(fields, [start]))))], {});
+result = py.call(kind, [...py.iter((function*(t9) { for (const t10 of t9) { const part = t10; yield py.call(grown, [py.getattr(start, part.name), py.getattr(double, part.name), factor]); } })(py.iter(py.call(fields, [start]))))], {});
 } else {
 if ((py.type(start) === py.int)) {
 result = py.round(py.add(start, py.mul(py.sub(factor, 1), py.sub(double, start))));
@@ -1776,6 +1816,7 @@ const lema_plan_work_step = (() => {
 const astuple = stubs.astuple;
 const dataclass = stubs.dataclass;
 const replace = stubs.replace;
+const chunks_on_device = lema_activations_chunks_copies.chunks_on_device;
 const Exchange = stubs.Exchange;
 const LemaConfig = stubs.LemaConfig;
 const OBJECTIVES = stubs.OBJECTIVES;
@@ -1864,14 +1905,14 @@ throw py.call(ConfigError, [what], {where: "micro_batch_tokens", how: how});
 return (((tokens == null) && (config.tokens_per_step != null)) ? length : tokens);
 }, ["config", "length"]);
 const micro_batch_of = py.named(function(config, rows, length) {
-let more, objective, size;
+let at_once, more, objective;
 objective = py.call(objective_of, [config]);
-size = config.chunk_tokens;
+at_once = new Map([["chunk", config.chunk_tokens], ["tile", config.tile_tokens], ["host_keys", py.eq(config.keys_values, "host")]]);
 if ((objective == null)) {
-return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing), chunk: size});
+return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing), ...py.object(at_once)});
 }
 more = py.add(objective.reference, py.mul(2, objective.mismatched));
-return py.call(MicroBatch, [rows, length, more], {settled: true, chunk: size});
+return py.call(MicroBatch, [rows, length, more], {settled: true, ...py.object(at_once)});
 }, ["config", "rows", "length"]);
 const rows_each = py.named(function(config) {
 return (py.eq(py.item(OBJECTIVES, config.objective).examples, "pairs") ? 2 : 1);
@@ -1931,12 +1972,12 @@ py.append(costs, new LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, ...p
 return costs;
 }, ["pieces", "product", "shared"]);
 const _with_activations = py.named(function(demand, workload, timings, shape) {
-let batch, extra_bytes, head_seconds, hidden, in_host, own_bytes, states, times;
+let batch, chunk_bytes, copied, extra_bytes, head_seconds, hidden, in_host, own_bytes, states, times;
 times = shape.num_micro_batches;
 batch = shape.micro_batch;
 hidden = py.round(py.mul(times, workload.hidden_bytes));
 demand = py.replace(demand, {lowest: (py.t(workload.starts_below) ? 0 : demand.lowest)});
-states = py.mul(py.mul(py.len(demand.keeping), workload.state_bytes), demand.shared);
+states = py.mul(py.mul(py.len(py.bound(demand, 'keeping')), workload.state_bytes), demand.shared);
 extra_bytes = py.add(workload.call_bytes, states);
 head_seconds = ((timings == null) ? 0.0 : py.mul(times, timings.head));
 if (py.t(demand.pieces)) {
@@ -1951,9 +1992,11 @@ head_seconds = py.add(head_seconds, py.mul(times, py.item(timings.layers, py.ite
 in_host = null;
 if (((workload.in_host != null) && !py.t(demand.pieces))) {
 own_bytes = py.add(py.sub(extra_bytes, workload.call_bytes), workload.in_host.call_bytes);
-in_host = py.call(RowsInHost, [workload.in_host.working_bytes(times)], {flight_bytes: py.round(py.mul(times, own_bytes)), host_bytes: py.add(hidden, py.min(hidden, workload.hidden_bytes))});
+chunk_bytes = workload.in_host.chunk_bytes;
+copied = (py.t(demand.shared) ? 0 : py.call(chunks_on_device, [chunk_bytes]));
+in_host = py.call(RowsInHost, [workload.in_host.working_bytes(times)], {flight_bytes: py.add(py.round(py.mul(times, own_bytes)), copied), host_bytes: py.add(hidden, py.min(hidden, workload.hidden_bytes)), chunk_bytes: chunk_bytes});
 }
-return py.replace(demand, {in_host: in_host, working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.forward_only), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
+return py.replace(demand, {in_host: in_host, paged_bytes: workload.paged_bytes, working_bytes: (py.t(demand.pieces) ? workload.in_pieces(times) : workload.working_bytes(times)), flight_bytes: py.add(py.sub(py.mul(py.add(2, batch.forward_only), hidden), py.min(hidden, workload.hidden_bytes)), py.round(py.mul(times, extra_bytes))), boundary_bytes: hidden, micro_boundary_bytes: py.min(hidden, workload.hidden_bytes), head_seconds: head_seconds, outside_seconds: ((timings == null) ? 0.0 : py.add(py.mul(times, timings.prelude), timings.optimizer))});
 }, ["demand", "workload", "timings", "shape"]);
 return {LayerSeconds, PRODUCTS, StepShape, Timings, _piece_costs, _with_activations, by_arithmetic, demand_of, micro_batch_of, rows_each, step_shape, tokens_at_once};
 })();
@@ -2436,6 +2479,7 @@ const Speeds = lema_plan_cost.Speeds;
 const Tier = lema_plan_cost.Tier;
 const down_seconds = lema_plan_cost.down_seconds;
 const group_numbers = lema_plan_cost.group_numbers;
+const rows_in_host = lema_plan_cost.rows_in_host;
 const saved_elsewhere = lema_plan_cost.saved_elsewhere;
 const device_parts = lema_plan_memory.device_parts;
 const host_parts = lema_plan_memory.host_parts;
@@ -2498,7 +2542,7 @@ self.stream = stream;
 self.device = device;
 self.order = py.call(training_order, [py.len(demand.layers), demand.lowest]);
 self.away = new Map([]);
-for (const t12 of py.iter(demand.keeping)) { index = t12;
+for (const t12 of py.iter(py.bound(demand, 'keeping'))) { index = t12;
 if ((py.hasnot(index, allocation.saved) && py.ne(allocation.boundaries, "device"))) {
 py.set(self.away, index, [demand.boundary_bytes, allocation.boundaries]);
 }
@@ -2506,6 +2550,7 @@ py.set(self.away, index, [demand.boundary_bytes, allocation.boundaries]);
 for (const t13 of py.iter(py.items(py.call(saved_elsewhere, [demand, allocation])))) { ;[index, nbytes] = py.list(t13);
 py.set(self.away, index, [nbytes, allocation.saved_on]);
 }
+self.times = ((py.call(rows_in_host, [demand, allocation]) == null) ? 1 : 2);
 self._fetched = new Map([]);
 }
 announce() {
@@ -2590,6 +2635,7 @@ _bring_back(index) {
 const self = this;
 let _, device, here, nbytes, tier;
 ;[nbytes, tier] = py.list(py.item(self.away, index));
+nbytes = py.mul(nbytes, py.bound(self, 'times'));
 device = self.device;
 here = self.device.clock.now;
 if (py.eq(tier, "disk")) {
@@ -2650,12 +2696,18 @@ const MicroBatch = lema_plan_work_workload.MicroBatch;
 const Workload = lema_plan_work_workload.Workload;
 const measure = stubs.measure;
 class Planner {
-constructor(config, blueprint, machine_state, workload, timings, shape, processes = 1, device_memory = null, note = "", backend = null, chooses_chunk = false, workload_cache = new Map()) { this.config = config; this.blueprint = blueprint; this.machine_state = machine_state; this.workload = workload; this.timings = timings; this.shape = shape; this.processes = processes; this.device_memory = device_memory; this.note = note; this.backend = backend; this.chooses_chunk = chooses_chunk; this.workload_cache = workload_cache; }
+constructor(config, blueprint, machine_state, workload, timings, shape, processes = 1, device_memory = null, note = "", backend = null, chooses_chunk = false, chooses_keys = false, chooses_tile = false, workload_cache = new Map()) { this.config = config; this.blueprint = blueprint; this.machine_state = machine_state; this.workload = workload; this.timings = timings; this.shape = shape; this.processes = processes; this.device_memory = device_memory; this.note = note; this.backend = backend; this.chooses_chunk = chooses_chunk; this.chooses_keys = chooses_keys; this.chooses_tile = chooses_tile; this.workload_cache = workload_cache; }
 get limits() {
 const self = this;
 let device;
 device = ((self.device_memory == null) ? self.config.device_memory : self.device_memory);
 return self.machine_state.limits(device, self.config.host_memory);
+}
+get keys_are_open() {
+const self = this;
+let config;
+config = self.config;
+return py.both(py.eq(config.keys_values, "auto"), () => py.both((config.sequence_chunk != null), () => py.both((config.context_parallel_size == null), () => py.both((!py.t(self.machine_state.machine.shared)), () => py.either(py.eq(config.sequence_chunk, "auto"), () => self.shape.micro_batch.is_cut)))));
 }
 get surely_fits() {
 const self = this;
@@ -2721,7 +2773,13 @@ let is_full, rows, settings;
 rows = self.shape.micro_batch.rows;
 settings = new Map([["loss_chunk_tokens", self.config.loss_chunk_tokens]]);
 if (py.t(self.chooses_chunk)) {
-py.set(settings, "sequence_chunk", self.shape.micro_batch.chunk);
+py.set(settings, "sequence_chunk", py.bound(self.shape.micro_batch, 'chunk'));
+}
+if (py.t(self.chooses_keys)) {
+py.set(settings, "keys_values", self.config.keys_values);
+}
+if (py.t(self.chooses_tile)) {
+py.set(settings, "mlp_tile_tokens", self.shape.micro_batch.tile);
 }
 is_full = py.ge(py.mul(rows, self.config.gradient_accumulation_steps), self.shape.num_rows);
 return ((py.t(is_full) || py.t(self.config.counts_tokens)) ? settings : new Map([...settings, ["micro_batch_size", rows]]));
@@ -2756,7 +2814,7 @@ return py.le(py.sum(py.values(py.call(device_parts, [demand, allocation]))), sel
 }
 }
 Planner.isClass = true;
-Planner.sig = ["config", "blueprint", "machine_state", "workload", "timings", "shape", "processes", "device_memory", "note", "backend", "chooses_chunk", "workload_cache"];
+Planner.sig = ["config", "blueprint", "machine_state", "workload", "timings", "shape", "processes", "device_memory", "note", "backend", "chooses_chunk", "chooses_keys", "chooses_tile", "workload_cache"];
 Planner.fields = Planner.sig;
 Planner.prototype.demand.sig = ["shape", "workload", "scale"];
 Planner.prototype.allocation.sig = ["demand", "**"];
@@ -2802,11 +2860,13 @@ StepNeeds.prototype.traffic.sig = ["steps"];
 return {Planner, StepNeeds};
 })();
 const lema_plan_choice = (() => {
+const suppress = stubs.suppress;
 const dataclass = stubs.dataclass;
 const replace = stubs.replace;
 const has_addresses = stubs.has_addresses;
 const ConfigError = stubs.ConfigError;
 const MemoryLimitError = stubs.MemoryLimitError;
+const TILES = stubs.TILES;
 const layers_stay = lema_plan_allocate.layers_stay;
 const untimed = lema_plan_allocate.untimed;
 const whether_recomputed = lema_plan_allocate.whether_recomputed;
@@ -2822,19 +2882,19 @@ const FEW_GROUPS = 8;
 const SETTING = "experts_per_slot";
 const SMALLEST = 256;
 class Choice {
-constructor(rows, chunk_tokens, head_in_pieces = false, experts = 0, runs_again = false, chunk = null) { this.rows = rows; this.chunk_tokens = chunk_tokens; this.head_in_pieces = head_in_pieces; this.experts = experts; this.runs_again = runs_again; this.chunk = chunk; }
+constructor(rows, chunk_tokens, head_in_pieces = false, experts = 0, runs_again = false, chunk = null, tile = null) { this.rows = rows; this.chunk_tokens = chunk_tokens; this.head_in_pieces = head_in_pieces; this.experts = experts; this.runs_again = runs_again; this.chunk = chunk; this.tile = tile; }
 }
 Choice.isClass = true;
-Choice.sig = ["rows", "chunk_tokens", "head_in_pieces", "experts", "runs_again", "chunk"];
+Choice.sig = ["rows", "chunk_tokens", "head_in_pieces", "experts", "runs_again", "chunk", "tile"];
 Choice.fields = Choice.sig;
 const choice_of = py.named(function(planner) {
-return new Choice(planner.shape.micro_batch.rows, planner.config.loss_chunk_tokens, py.bool(planner.blueprint.head_in_pieces), planner.blueprint.experts, planner.blueprint.runs_again, planner.shape.micro_batch.chunk);
+return new Choice(planner.shape.micro_batch.rows, planner.config.loss_chunk_tokens, py.bool(planner.blueprint.head_in_pieces), planner.blueprint.experts, planner.blueprint.runs_again, py.bound(planner.shape.micro_batch, 'chunk'), planner.shape.micro_batch.tile);
 }, ["planner"]);
 const cut = py.named(function(planner, choice) {
 let blueprint, longer, micro_batch;
 blueprint = py.call(_in_groups, [planner.blueprint, choice.experts], {runs_again: choice.runs_again});
 blueprint = py.call(_with_head, [blueprint], {in_pieces: choice.head_in_pieces});
-micro_batch = py.replace(planner.shape.micro_batch, {rows: choice.rows, chunk: choice.chunk});
+micro_batch = py.replace(planner.shape.micro_batch, {rows: choice.rows, chunk: py.bound(choice, 'chunk'), tile: choice.tile});
 longer = py.div(choice.rows, planner.shape.micro_batch.rows);
 planner = py.replace(planner, {blueprint: blueprint, config: py.method(planner.config, 'model_copy', [], {update: new Map([["loss_chunk_tokens", choice.chunk_tokens]])}), timings: ((planner.timings == null) ? null : planner.timings.times(longer)), shape: new StepShape(micro_batch, planner.shape.num_rows)});
 return ((planner.workload == null) ? planner : py.replace(planner, {workload: planner.work(micro_batch)}));
@@ -2874,21 +2934,89 @@ yield* py.iter(py.call(_smaller, [planner, first]));
 }
 }, ["planner"]);
 const best = py.named(function(planner) {
-let candidate, chosen, fits, fitting, high, length, low, middle, sizes;
-if (py.ne(planner.config.sequence_chunk, "auto")) {
-return py.item(py.call(_first_that_fits, [planner]), 0);
+let fits, in_host, on_device;
+if (!py.t(planner.keys_are_open)) {
+return py.item(py.call(_best_in_place, [planner]), 0);
 }
-;[chosen, fits] = py.list(py.call(_first_that_fits, [py.call(_with_chunk, [planner, null])]));
+;[on_device, fits] = py.list(py.call(_best_in_place, [py.call(_with_keys, [planner, "device"])]));
+if ((py.t(fits) || (planner.workload == null))) {
+return on_device;
+}
+try {
+;[in_host, fits] = py.list(py.call(_best_in_place, [py.call(_with_keys, [planner, "host"])]));
+if (py.t(fits)) {
+return in_host;
+}
+} catch (caught) { if (!(caught instanceof ConfigError)) { throw caught; } }
+return on_device;
+}, ["planner"]);
+const _with_keys = py.named(function(planner, place) {
+let micro_batch;
+micro_batch = py.replace(planner.shape.micro_batch, {host_keys: py.eq(place, "host")});
+return py.replace(planner, {config: py.method(planner.config, 'model_copy', [], {update: new Map([["keys_values", place]])}), shape: py.replace(planner.shape, {micro_batch: micro_batch}), workload: ((planner.workload == null) ? null : planner.work(micro_batch)), chooses_keys: true});
+}, ["planner", "place"]);
+const _best_in_place = py.named(function(planner) {
+let chosen, chunks, config, fits, fitting, sizes, smallest, tiles, uncut;
+config = planner.config;
+tiles = py.eq(config.mlp_tile_tokens, "auto");
+chunks = py.eq(config.sequence_chunk, "auto");
+if (!(py.t(tiles) || py.t(chunks))) {
+;[chosen, fits] = py.list(py.call(_first_that_fits, [planner]));
+return [chosen, py.both(fits, () => py.either((!py.t(planner.chooses_keys)), () => py.call(_in_memory, [chosen])))];
+}
+if (py.t(tiles)) {
+planner = py.call(_with_tile, [planner, null]);
+}
+uncut = (py.t(chunks) ? py.call(_with_chunk, [planner, null]) : planner);
+;[chosen, fits] = py.list(py.call(_first_that_fits, [uncut]));
 if ((py.t(fits) && py.t(py.call(_in_memory, [chosen])))) {
-return chosen;
+return [chosen, true];
 }
-length = planner.shape.micro_batch.length;
-sizes = (() => { const made$ = []; for (const t3 of py.iter(py.range(py.sub(py.bit_length(SMALLEST), 1), py.bit_length(py.sub(length, 1))))) { const power = t3; made$.push(py.shl(1, power)); } return made$; })();
+smallest = chosen;
+if ((py.t(tiles) && py.t((sizes = py.call(_tile_sizes, [uncut]))))) {
+if (((fitting = py.call(_largest, [uncut, sizes, _with_tile])) != null)) {
+return [fitting, true];
+}
+smallest = py.item(py.call(_first_that_fits, [py.call(_with_tile, [uncut, py.item(sizes, 0)])]), 0);
+}
+if ((py.t(chunks) && py.t((sizes = py.call(_sizes, [planner.shape.micro_batch.length]))))) {
+if (((fitting = py.call(_largest, [planner, sizes, _with_chunk])) != null)) {
+return [fitting, true];
+}
+smallest = py.item(py.call(_first_that_fits, [py.call(_with_chunk, [planner, py.item(sizes, 0)])]), 0);
+}
+return [smallest, false];
+}, ["planner"]);
+const _sizes = py.named(function(tokens) {
+return (() => { const made$ = []; for (const t3 of py.iter(py.range(py.sub(py.bit_length(SMALLEST), 1), py.bit_length(py.sub(tokens, 1))))) { const power = t3; made$.push(py.shl(1, power)); } return made$; })();
+}, ["tokens"]);
+const _tile_sizes = py.named(function(planner) {
+let error, sizes;
+sizes = py.call(_sizes, [planner.shape.micro_batch.tokens]);
+try {
+if (py.t(sizes)) {
+py.call(_with_tile, [planner, py.item(sizes, (-1))]);
+}
+}
+catch (caught) {
+if (caught instanceof ConfigError) {
+error = caught;
+if (py.ne(error.where, TILES)) {
+throw caught;
+}
+return [];
+} else
+{ throw caught; }
+}
+return sizes;
+}, ["planner"]);
+const _largest = py.named(function(planner, sizes, with_size) {
+let candidate, fits, fitting, high, low, middle;
 ;[low, high] = py.list([0, py.len(sizes)]);
 fitting = null;
 while (py.lt(low, high)) {
 middle = py.floordiv(py.add(py.add(low, high), 1), 2);
-;[candidate, fits] = py.list(py.call(_first_that_fits, [py.call(_with_chunk, [planner, py.item(sizes, py.sub(middle, 1))])]));
+;[candidate, fits] = py.list(py.call(_first_that_fits, [py.call(with_size, [planner, py.item(sizes, py.sub(middle, 1))], {})]));
 if ((py.t(fits) && py.t(py.call(_in_memory, [candidate])))) {
 fitting = candidate;
 low = middle;
@@ -2896,11 +3024,13 @@ low = middle;
 high = py.sub(middle, 1);
 }
 }
-if ((fitting != null)) {
 return fitting;
-}
-return (py.t(sizes) ? py.item(py.call(_first_that_fits, [py.call(_with_chunk, [planner, py.item(sizes, 0)])]), 0) : chosen);
-}, ["planner"]);
+}, ["planner", "sizes", "with_size"]);
+const _with_tile = py.named(function(planner, tile) {
+let micro_batch;
+micro_batch = py.replace(planner.shape.micro_batch, {tile: tile});
+return py.replace(planner, {config: py.method(planner.config, 'model_copy', [], {update: new Map([["mlp_tile_tokens", tile]])}), shape: py.replace(planner.shape, {micro_batch: micro_batch}), workload: ((planner.workload == null) ? null : planner.work(micro_batch)), timings: null, chooses_tile: true});
+}, ["planner", "tile"]);
 const _with_chunk = py.named(function(planner, chunk) {
 let micro_batch;
 micro_batch = py.replace(planner.shape.micro_batch, {chunk: chunk});
@@ -2918,16 +3048,16 @@ const _first_that_fits = py.named(function(planner) {
 let candidate, choice, error, fastest, leased, refused;
 refused = null;
 candidate = planner;
-for (const t4 of py.iter(py.call(candidates, [planner]))) { choice = t4;
+for (const t5 of py.iter(py.call(candidates, [planner]))) { choice = t5;
 leased = [choice.head_in_pieces, choice.experts, choice.runs_again];
 if (py.eq(leased, refused)) {
 continue;
 }
 candidate = py.call(cut, [planner, choice]);
-let t5 = false;
+let t6 = false;
 try {
 candidate.needs();
-t5 = true;
+t6 = true;
 }
 catch (caught) {
 if (caught instanceof MemoryLimitError) {
@@ -2936,7 +3066,7 @@ refused = (py.has("device", error.where) ? refused : leased);
 } else
 { throw caught; }
 }
-if (t5) {
+if (t6) {
 fastest = ((candidate.timings == null) ? candidate : py.call(_fastest, [candidate]));
 return [fastest, true];
 }
@@ -2950,7 +3080,7 @@ return planner;
 }
 fastest = planner;
 least = py.call(_seconds, [planner]);
-while (py.t((quicker = (() => { const made$ = []; for (const t6 of py.iter((function*(t7) { for (const t8 of t7) { const choice = t8; yield py.call(cut, [fastest, choice]); } })(py.iter(py.call(_next_smaller, [fastest]))))) { const candidate = t6; if (py.lt((taken = py.call(_seconds, [candidate])), py.mul(WORTH_IT, least))) { made$.push([taken, candidate]); } } return made$; })()))) {
+while (py.t((quicker = (() => { const made$ = []; for (const t7 of py.iter((function*(t8) { for (const t9 of t8) { const choice = t9; yield py.call(cut, [fastest, choice]); } })(py.iter(py.call(_next_smaller, [fastest]))))) { const candidate = t7; if (py.lt((taken = py.call(_seconds, [candidate])), py.mul(WORTH_IT, least))) { made$.push([taken, candidate]); } } return made$; })()))) {
 ;[least, fastest] = py.list(py.min.call({key: ((pair) => (py.item(pair, 0)))}, quicker));
 }
 return fastest;
@@ -2990,24 +3120,24 @@ const _smaller = py.named(function*(planner, first) {
 let choices, counts, enough, length, row_counts, tokens;
 length = planner.shape.micro_batch.length;
 counts = [first.rows, ...py.iter(py.call(_fewer_rows, [planner]))];
-enough = py.max(1, py.sum((function*(t10) { for (const t11 of t10) { const rows = t11; yield py.ge(py.mul(rows, length), ENOUGH); } })(py.iter(counts))));
-for (const t12 of py.iter([py.slice(counts, null, enough, null), ...py.iter((function*(t13) { for (const t14 of t13) { const rows = t14; yield [rows]; } })(py.iter(py.slice(counts, enough, null, null))))])) { row_counts = t12;
-choices = (() => { const made$ = []; for (const t15 of py.iter(row_counts)) { const rows = t15; made$.push(py.replace(first, {rows: rows})); } return made$; })();
+enough = py.max(1, py.sum((function*(t11) { for (const t12 of t11) { const rows = t12; yield py.ge(py.mul(rows, length), ENOUGH); } })(py.iter(counts))));
+for (const t13 of py.iter([py.slice(counts, null, enough, null), ...py.iter((function*(t14) { for (const t15 of t14) { const rows = t15; yield [rows]; } })(py.iter(py.slice(counts, enough, null, null))))])) { row_counts = t13;
+choices = (() => { const made$ = []; for (const t16 of py.iter(row_counts)) { const rows = t16; made$.push(py.replace(first, {rows: rows})); } return made$; })();
 yield* py.iter(choices);
-for (const t16 of py.iter(LESS)) { tokens = t16;
-yield* py.iter((function*(t17) { for (const t18 of t17) { const choice = t18; if (py.has(tokens, py.call(_smaller_chunks, [py.call(cut, [planner, choice])]))) { yield py.replace(choice, {chunk_tokens: tokens}); } } })(py.iter(choices)));
+for (const t17 of py.iter(LESS)) { tokens = t17;
+yield* py.iter((function*(t18) { for (const t19 of t18) { const choice = t19; if (py.has(tokens, py.call(_smaller_chunks, [py.call(cut, [planner, choice])]))) { yield py.replace(choice, {chunk_tokens: tokens}); } } })(py.iter(choices)));
 }
 }
 }, ["planner", "first"]);
 const _next_smaller = py.named(function*(planner) {
 let choice, rows, tokens;
 choice = py.call(choice_of, [planner]);
-for (const t19 of py.iter(py.slice(py.call(_fewer_rows, [planner]), null, 1, null))) { rows = t19;
+for (const t20 of py.iter(py.slice(py.call(_fewer_rows, [planner]), null, 1, null))) { rows = t20;
 if (py.ge(py.mul(rows, planner.shape.micro_batch.length), ENOUGH)) {
 yield py.replace(choice, {rows: rows});
 }
 }
-for (const t20 of py.iter(py.call(_smaller_chunks, [planner]))) { tokens = t20;
+for (const t21 of py.iter(py.call(_smaller_chunks, [planner]))) { tokens = t21;
 if (py.eq(tokens, py.item(LESS, 0))) {
 yield py.replace(choice, {chunk_tokens: tokens});
 }
@@ -3037,7 +3167,7 @@ return [];
 if (py.le(planner.demand().working_bytes, work.most(0, planner.shape.num_micro_batches))) {
 return [];
 }
-return (() => { const made$ = []; for (const t21 of py.iter(LESS)) { const tokens = t21; if (py.lt(tokens, planner.shape.micro_batch.tokens)) { made$.push(tokens); } } return made$; })();
+return (() => { const made$ = []; for (const t22 of py.iter(LESS)) { const tokens = t22; if (py.lt(tokens, planner.shape.micro_batch.tokens)) { made$.push(tokens); } } return made$; })();
 }, ["planner"]);
 const _heads = py.named(function(blueprint) {
 if ((blueprint.head_in_pieces != null)) {
@@ -3071,10 +3201,10 @@ return null;
 throw py.call(ConfigError, [["experts cannot be leased in groups: ", py.format(why, "")].join('')], {where: SETTING, how: "set it to null"});
 }
 most = blueprint.most_experts;
-sizes = (py.t(py.isinstance(asked, py.int)) ? [asked] : (() => { const made$ = []; for (const t22 of py.iter(py.range(1, py.bit_length(most)))) { const halved = t22; made$.push(py.shr(most, halved)); } return made$; })());
-groups = (() => { const made$ = []; for (const t23 of py.iter(sizes)) { const size = t23; if ((!py.t(automatic) || py.ge(py.mul(size, FEW_GROUPS), most))) { made$.push([size, false]); } } return made$; })();
-groups = py.add(groups, (() => { const made$ = []; for (const t24 of py.iter(sizes)) { const size = t24; made$.push([size, true]); } return made$; })());
-for (const t25 of py.iter(groups)) { ;[size, runs_again] = py.list(t25);
+sizes = (py.t(py.isinstance(asked, py.int)) ? [asked] : (() => { const made$ = []; for (const t23 of py.iter(py.range(1, py.bit_length(most)))) { const halved = t23; made$.push(py.shr(most, halved)); } return made$; })());
+groups = (() => { const made$ = []; for (const t24 of py.iter(sizes)) { const size = t24; if ((!py.t(automatic) || py.ge(py.mul(size, FEW_GROUPS), most))) { made$.push([size, false]); } } return made$; })();
+groups = py.add(groups, (() => { const made$ = []; for (const t25 of py.iter(sizes)) { const size = t25; made$.push([size, true]); } return made$; })());
+for (const t26 of py.iter(groups)) { ;[size, runs_again] = py.list(t26);
 try {
 blueprint.parts_of(size);
 }
@@ -3101,9 +3231,9 @@ without_experts = ["a ", py.format(model_class, ""), " has no stacked experts, o
 other_rows = ["objective: ", py.format(config.objective, ""), " has other rows than those that train"].join('');
 lacks_addresses = py.both((backend != null), () => (!py.t(py.call(has_addresses, [backend.device]))));
 reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], ["context_parallel_size takes parts of rows through whole layers", (config.context_parallel_size != null)], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
-return py.next((function*(t27) { for (const t28 of t27) { const [what, applies] = py.list(t28); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
+return py.next((function*(t28) { for (const t29 of t28) { const [what, applies] = py.list(t29); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
 }, ["planner"]);
-return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, SMALLEST, WORTH_IT, _expert_groups, _fastest, _fewer_rows, _first_that_fits, _heads, _in_groups, _in_memory, _next_smaller, _seconds, _smaller, _smaller_chunks, _why_not_grouped, _with_chunk, _with_head, best, candidates, choice_of, cut, seconds_decide};
+return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, SMALLEST, WORTH_IT, _best_in_place, _expert_groups, _fastest, _fewer_rows, _first_that_fits, _heads, _in_groups, _in_memory, _largest, _next_smaller, _seconds, _sizes, _smaller, _smaller_chunks, _tile_sizes, _why_not_grouped, _with_chunk, _with_head, _with_keys, _with_tile, best, candidates, choice_of, cut, seconds_decide};
 })();
 const lema_plan_plan = (() => {
 const math = stubs.math;
@@ -3151,6 +3281,7 @@ const Simulated = lema_plan_simulation_simulator.Simulated;
 const chunks_note = stubs.chunks_note;
 const StepShape = lema_plan_work_step.StepShape;
 const step_shape = lema_plan_work_step.step_shape;
+const tiles_note = stubs.tiles_note;
 const MicroBatch = lema_plan_work_workload.MicroBatch;
 const Workload = lema_plan_work_workload.Workload;
 const grown = lema_plan_work_workload.grown;
@@ -3304,7 +3435,7 @@ let allocation, checkpoint, demand, model, on_disk, planner, saved, spilled;
 planner = needs.planner;
 demand = py.bound(needs, 'demand');
 allocation = py.bound(needs, 'allocation');
-spilled = py.mul(py.mul(py.len(demand.keeping), demand.boundary_bytes), py.eq(allocation.boundaries, "disk"));
+spilled = py.mul(py.mul(py.len(py.bound(demand, 'keeping')), demand.boundary_bytes), py.eq(allocation.boundaries, "disk"));
 saved = py.mul(py.sum(py.values(py.call(saved_elsewhere, [demand, allocation]))), py.eq(allocation.saved_on, "disk"));
 model = planner.blueprint.stored_bytes;
 checkpoint = planner.blueprint.checkpoint_bytes;

@@ -264,9 +264,10 @@ class StepBoundaries:
         """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to
         compute with. It has the copy's strides, so that the recomputation rounds as the forward
         did. `DiskError`: a boundary was not written."""
-        layer_input, like = self._counted(state)
+        layer_input, like = _as_copied(state)
         with self._trace.span("boundaries", f"keep layer {layer}"):
-            self._tier.keep((layer, index, 0), layer_input, like, self._to_come)
+            self._tier.keep((layer, index, 0), layer_input, like, self._to_come - 1)
+        self._count(like.nbytes)
         if self._to_come == 0:
             self._tier.end_forward(self._order)
         return layer_input
@@ -280,9 +281,10 @@ class StepBoundaries:
         if key in self._saved_chunks:
             yield chunk.detach().contiguous()
             return
-        layer_input, like = self._counted(chunk)
+        layer_input, like = _as_copied(chunk)
         with self._trace.span("boundaries", f"keep layer {layer}"):
-            download = self._tier.keep_chunk(key, layer_input, like, self._to_come)
+            download = self._tier.keep_chunk(key, layer_input, like, self._to_come - 1)
+        self._count(like.nbytes)
         self._saved_chunks.add(key)
         try:
             yield layer_input
@@ -294,15 +296,11 @@ class StepBoundaries:
         if self._to_come == 0:
             self._tier.end_forward(self._order)
 
-    def _counted(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Count what is to be kept; return it with the strides of its copy, and what that looks
-        like."""
-        like = _like(state)
-        layer_input = state.detach() if like.stride() == state.stride() else state.detach().clone()
+    def _count(self, nbytes: int) -> None:
+        """Count what is being copied away."""
         self._to_come -= 1
         assert self._to_come >= 0, "more boundaries came than the step has"
-        self._counters.count_copy_out(like.nbytes)
-        return layer_input, like
+        self._counters.count_copy_out(nbytes)
 
     @contextmanager
     def fetch(
@@ -344,6 +342,12 @@ class BoundaryChunks:
     def chunk(self, number: int) -> AbstractContextManager[Tensor]:
         """Return a context that yields a chunk; see `lema.activations.chunks.cuts.ChunkInputs`."""
         return self._boundaries.fetch(self._layer, self._index, number, again=self._again)
+
+
+def _as_copied(state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a state with the strides of its copy, and what that looks like."""
+    like = _like(state)
+    return state.detach() if like.stride() == state.stride() else state.detach().clone(), like
 
 
 def _like(state: Tensor) -> Tensor:

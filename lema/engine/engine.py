@@ -79,8 +79,6 @@ class Engine:
         self.runs_again = runs_again
         self.host_keys = host_keys
         self.stop = NEVER
-        # a backend may have one
-        self._end_visit: Callable[[], None] = getattr(backend, "end_visit", lambda: None)
         self.observe: Observe = _unseen
         self._state: Tensor | None = None
 
@@ -140,7 +138,9 @@ class Engine:
             span,
         ):
             yield lease
-        self._end_visit()
+        # a backend may have one
+        end_visit: Callable[[], None] = getattr(self.backend, "end_visit", lambda: None)
+        end_visit()
 
     def trains(self, layer: int) -> bool:
         """Whether anything in a layer trains."""

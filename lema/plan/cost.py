@@ -152,13 +152,14 @@ NO_OVERHEAD = Overhead()
 
 @dataclass(frozen=True)
 class RowsInHost:
-    """What changes where hidden states of rows wait in host memory but for one chunk, as they do
-    where the inputs of layers leave the device.
+    """What changes where hidden states of rows wait in host memory but for a few chunks, as they do
+    where the inputs of layers leave the device, chunk by chunk.
     """
 
     working_bytes: int  # on the device, in the place of those of the demand
     flight_bytes: int  # likewise
     host_bytes: int  # in host memory
+    chunk_bytes: int  # of the largest chunk of a layer's input
 
 
 @dataclass(frozen=True)
@@ -315,6 +316,12 @@ def _away(demand: Demand, allocation: Allocation) -> int:
     return waiting_bytes(demand, allocation)
 
 
+def _read_again(demand: Demand, allocation: Allocation) -> int:
+    """Return the bytes of inputs of layers that come back a second time in a backward, as they do
+    chunk by chunk."""
+    return 0 if rows_in_host(demand, allocation) is None else _away(demand, allocation)
+
+
 def waiting_bytes(demand: Demand, allocation: Allocation) -> int:
     """Return the bytes of inputs of layers that wait for the backward; that of a layer whose
     activations are kept waits with them, and is not among these.
@@ -345,6 +352,10 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     # the other way
     link_down = max(link_down, sum(layer.gradient_bytes for layer in layers) / speeds.link)
     disk_up = (demand.row_bytes + demand.total("read_bytes", reads_up) + spilled) / speeds.disk
+    # Chunks are read once to make keys and values again, and once to be recomputed.
+    again = _read_again(demand, allocation)
+    link_down += again / speeds.link
+    spilled += again * (allocation.boundaries == "disk")
     disk_down = (demand.total("read_bytes", reads_down) + spilled) / speeds.disk
     return Phase(up, link_up, disk_up), Phase(down, link_down, disk_down)
 
@@ -435,4 +446,5 @@ def traffic(demand: Demand, allocation: Allocation, steps: int, *, rewritten: bo
     uploaded = demand.outside_bytes + weights(allocation.residents, "upload_bytes")
     waiting = _away(demand, allocation) + sum(saved_elsewhere(demand, allocation).values())
     gradients = sum(layer.gradient_bytes for layer in demand.layers)
-    return Traffic(read, uploaded + steps * waiting, steps * (gradients + waiting))
+    back = waiting + _read_again(demand, allocation)
+    return Traffic(read, uploaded + steps * back, steps * (gradients + waiting))

@@ -54,7 +54,7 @@ def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
         "ring": count * _ring(demand, allocation, skip_cached=True),
         "cached": demand.host_copies * cached,
         "boundaries": count
-        * (rows_bytes + boundaries_in_host(tier, waiting, demand.micro_boundary_bytes)),
+        * (rows_bytes + boundaries_in_host(tier, waiting, _largest_boundary(demand, allocation))),
         "keys": count * demand.paged_bytes,
         "saved": count * graphs_in_host(allocation.saved_on, saved),
         "masters": count * training.masters,
@@ -81,12 +81,17 @@ def _boundaries_on_device(demand: Demand, allocation: Allocation) -> int:
     kept = allocation.saved.intersection(demand.keeping)
     with_graphs = len(kept) - len(saved_elsewhere(demand, allocation))
     own_bytes = 0
-    # else layers read and write them where they wait
-    if rows_in_host(demand, allocation) is None:
-        own_bytes = boundaries_on_device(
-            allocation.boundaries, waiting, demand.micro_boundary_bytes
-        )
+    # else a chunk is computed with in the memory in which it waits
+    if rows_in_host(demand, allocation) is None or not demand.shared:
+        largest = _largest_boundary(demand, allocation)
+        own_bytes = boundaries_on_device(allocation.boundaries, waiting, largest)
     return own_bytes + with_graphs * demand.boundary_bytes
+
+
+def _largest_boundary(demand: Demand, allocation: Allocation) -> int:
+    """Return the bytes of the largest input of a layer that goes away and comes back at once."""
+    in_host = rows_in_host(demand, allocation)
+    return demand.micro_boundary_bytes if in_host is None else in_host.chunk_bytes
 
 
 def _saved_on_device(demand: Demand, allocation: Allocation) -> int:

@@ -32,3 +32,11 @@ def test_a_chunk_has_two_tokens_or_more(chunk: object) -> None:
 def test_layers_are_recomputed() -> None:
     LemaConfig("model", sequence_chunk=256, boundary_activations="disk")
     LemaConfig("model", sequence_chunk=2, gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize("other", [{}, {"sequence_chunk": 64, "context_parallel_size": 2}])
+def test_keys_and_values_wait_in_host_memory_between_chunks_alone(other: dict[str, Any]) -> None:
+    LemaConfig("model", sequence_chunk=64, keys_values="host")
+    LemaConfig("model", sequence_chunk="auto", keys_values="host")
+    with pytest.raises(ConfigError, match="keys_values"):
+        LemaConfig("model", keys_values="host", **other)

@@ -1,5 +1,5 @@
 """What a long row takes on the device: weights, one chunk, and the keys, values and their gradients
-of one layer. Hidden states and gradients of the row lie in host memory, one chunk of each is there.
+of one layer. Hidden states and gradients of the row lie in host memory.
 """
 
 from pathlib import Path
@@ -12,7 +12,9 @@ from smallrun import settings, write_model
 from torch import Tensor
 
 from lema import LemaModel
+from lema.activations.boundaries import NUM_BUFFERS
 from lema.model.sequence import chunks, host_keys
+from lema.storage.spillfile import whole_blocks
 from lema_cpu import CpuBackend
 
 HEADS, HEAD_SIZE, HIDDEN, LAYERS = 2, 16, 128, 3
@@ -48,8 +50,15 @@ def test_only_keys_values_and_their_gradients_grow_with_a_row(
     # of which 4 MiB are kept, which is all of rows like these
     monkeypatch.setattr(chunks, "MOST_IN_HOST", 0)
     model = opened_model(tmp_path, CHUNK, tier)
-    short, long = (device_bytes(model, [row_of(length)]) for length in (512, 1536))
+    taken = []
+    for length in (512, 1536):
+        taken.append(device_bytes(model, [row_of(length)]))
+        if tier == "disk":
+            # on the way to the disk and back, whatever the length
+            on_the_way = NUM_BUFFERS * whole_blocks(CHUNK * HIDDEN * 4)
+            assert model.adapter.activations.arena.memory_bytes == on_the_way
     model.close()
+    short, long = taken
     per_token = 2 * HEADS * HEAD_SIZE * (4 + 4)
     assert (long - short) / 1024 == pytest.approx(per_token, rel=0.05)
 

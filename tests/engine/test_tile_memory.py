@@ -11,6 +11,7 @@ from smallrun import settings, write_model
 from torch import Tensor
 
 from lema import LemaModel
+from lema.plan.work.workload import MicroBatch
 
 HIDDEN, WIDTH, LAYERS, TOKENS = 32, 512, 3, 256
 
@@ -23,7 +24,8 @@ def row() -> dict[str, Tensor]:
 def peaks(
     tmp_path: Path, width: int, tiles: list[int | None], *, recompute: bool
 ) -> dict[int | None, int]:
-    """Return the most bytes of a step's tensors with tiles of some sizes."""
+    """Return the most bytes of a step's tensors with tiles of some sizes. A recomputed layer takes
+    as much less than without as the plan says."""
     sizes = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": width}
     directory = write_model(
         tmp_path / str(width), dtype=torch.float32, max_position_embeddings=512, **sizes
@@ -33,10 +35,15 @@ def peaks(
     model.initialize_lora()
     model.skeleton.train()
     found = {}
+    planned = {}
     for tile in tiles:
         with model.split.tiles.sized(tile):
             found[tile] = second_step(model, [row()]).peak
+        planned[tile] = model.planner.work(MicroBatch(1, TOKENS, tile=tile)).of(0).working_bytes
     model.close()
+    if recompute:
+        less = [found[None] - found[tile] for tile in tiles]
+        assert less == [planned[None] - planned[tile] for tile in tiles]
     return found
 
 

@@ -12,12 +12,14 @@ from smallrun import opened, settings, write_model
 from transformers import LlamaConfig, MixtralConfig
 
 from lema import LemaConfig, LemaModel
+from lema.activations.boundaries import NUM_BUFFERS
+from lema.activations.chunks.copies import NUM_LEAVING, NUM_SLOTS
 from lema.config.units import human_bytes
 from lema.plan import Allocation, make_plan
 from lema.plan.blueprint import draw_up
 from lema.plan.cost import Demand, Tier
 from lema.plan.machine import profile
-from lema.plan.memory import device_parts
+from lema.plan.memory import device_parts, host_parts
 from lema.plan.work.chunk_work import in_chunks
 from lema.plan.work.step import demand_of, step_shape
 from lema.plan.work.workload import measure
@@ -42,7 +44,7 @@ def config_of(tmp_path: Path, chunk: int | None) -> LemaConfig:
     return settings(model, tmp_path, gradient_checkpointing=True, **options)
 
 
-def demand_told(config: LemaConfig) -> Demand:
+def demand_told(config: LemaConfig, *, shared: bool = True) -> Demand:
     """Return what a step needs, as it is told, with no optimizer."""
     blueprint = draw_up(config)
     shape = step_shape(config, LENGTH)
@@ -57,7 +59,7 @@ def demand_told(config: LemaConfig) -> Demand:
         outside_bytes=0,
         adapter_bytes=blueprint.adapter_bytes // 4,  # gradients alone: there is no optimizer
         lowest=blueprint.lowest_adapted,
-        shared=True,
+        shared=shared,
     )
 
 
@@ -111,6 +113,26 @@ def test_with_hidden_states_in_host_memory_a_step_takes_what_was_told(
     assert in_host is not None
     assert held == in_host.host_bytes == 3 * LENGTH * 128 * 4
     assert told < told_of(config) - 3 * LENGTH * 128 * 4
+
+
+def test_a_device_with_memory_of_its_own_has_a_few_chunks_there(tmp_path: Path) -> None:
+    config = config_of(tmp_path, CHUNK)
+    chunk = CHUNK * 128 * 4
+    here, there = (demand_told(config, shared=shared) for shared in (True, False))
+    for tier in ("host", "disk"):
+        allocation = Allocation(3, saved=frozenset(), boundaries=tier)
+        # of hidden states, gradients and results, and of inputs that come back
+        copied = (2 * NUM_SLOTS + NUM_LEAVING) * chunk
+        parts = device_parts(there, allocation)
+        # there the generator has no states of kilobytes beside boundaries
+        generator = 2 * len(there.keeping) * torch.get_rng_state().nbytes
+        assert parts["flight"] == device_parts(here, allocation)["flight"] - generator + copied
+        assert parts["boundaries"] == NUM_BUFFERS * chunk
+        assert device_parts(here, allocation)["boundaries"] == 0
+        rows = 3 * LENGTH * 128 * 4
+        waiting = 2 * LENGTH * 128 * 4 * len(there.keeping)
+        on_the_way = waiting if tier == "host" else NUM_BUFFERS * chunk
+        assert host_parts(there, allocation)["boundaries"] == rows + on_the_way
 
 
 def test_what_is_no_longer_than_a_chunk_costs_what_it_cost(tmp_path: Path) -> None:

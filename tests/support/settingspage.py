@@ -38,7 +38,7 @@ GROUPS = {
     "Memory": "device_memory host_memory experts_per_slot strategy gradient_checkpointing "
     "activation_offloading "
     "boundary_activations offload_dir embeddings head towers tower_cache tower_cache_size prefetch_depth loss_chunk_tokens "
-    "sequence_chunk keys_values "
+    "sequence_chunk keys_values mlp_tile_tokens "
     "page_locked cache_frozen_prefix",
     "Device and processes": "device tf32 deterministic torch_compile arithmetic shard_weights "
     "tensor_parallel_size sequence_parallel context_parallel_size",

@@ -18,7 +18,14 @@ from lema.activations.boundaries import view_like
 from lema.activations.chunks.cuts import Cut
 from lema.backend import Carrier, DeviceSlots, Download, SlotLayout, Span, Upload
 
-__all__ = ["NUM_LEAVING", "NUM_SLOTS", "ChunkDownloads", "ChunkUploads", "ResidentChunks"]
+__all__ = [
+    "NUM_LEAVING",
+    "NUM_SLOTS",
+    "ChunkDownloads",
+    "ChunkUploads",
+    "ResidentChunks",
+    "chunks_on_device",
+]
 
 NUM_SLOTS = 2  # chunks of a hidden state on the device: one in use, and the next on its way
 NUM_LEAVING = 2  # results that the device holds until their copy to host memory has ended
@@ -158,3 +165,13 @@ class ChunkDownloads:
     def _release(self) -> None:
         for download in self._leaving.popleft():
             download.release()
+
+
+def chunks_on_device(chunk_bytes: int) -> int:
+    """Return the bytes of chunks of hidden states and their gradients on the device, as a plan
+    counts them: those on their way there, of both at the top of a step, and the results that leave.
+
+    Args:
+        chunk_bytes: of a hidden state's largest chunk.
+    """
+    return (2 * NUM_SLOTS + NUM_LEAVING) * chunk_bytes

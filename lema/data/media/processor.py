@@ -26,10 +26,11 @@ from lema.data.files import Row
 from lema.data.media.decode import Unusable
 from lema.data.media.decoder import Decoded
 from lema.data.media.videos import Facts, Video
-from lema.errors import LemaError, installing, message_of
+from lema.errors import DataError, LemaError, installing, message_of
 from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 __all__ = ["Expanded", "MediaProcessor"]
@@ -233,6 +234,25 @@ class MediaProcessor:
         if len(runs) != len(images) and runs:
             runs = [(runs[0][0], max(end for _, end in runs))]
         return Expanded(ids, learnt & ~of_images, of_images, tuple(runs))
+
+    def block(self, image: Image) -> dict[str, Tensor]:
+        """Return what the processor makes of an image alone: the tokens that it writes for the
+        word of an image, and the tensors that the tower reads.
+
+        Raises:
+            DataError: it writes no tokens for an image that stands alone.
+        """
+        word = getattr(self._processor, "image_token", None)
+        if not isinstance(word, str):
+            what = f"{self.name} does not say which word stands for an image"
+            raise DataError(what, where="images", how=HOW)
+        with library_errors(self.name, "the model's processor refuses an image", HOW):
+            outputs = self._processor(
+                text=[word], images=[[image]], add_special_tokens=False, return_tensors="pt"
+            )
+        if not np.isin(outputs["input_ids"].numpy(), self._image_tokens).any():
+            raise DataError(f"{self.name} writes no tokens for an image", where="images", how=HOW)
+        return dict(cast("Mapping[str, Tensor]", outputs))
 
     def inputs(
         self, texts: Sequence[str | None], images: Sequence[Sequence[Decoded]]

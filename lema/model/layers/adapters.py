@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -40,7 +41,7 @@ def adapters_now(module: nn.Module) -> Callable[[], AbstractContextManager[None]
     return computing
 
 
-def _set(choices: Iterable[tuple[BaseTunerLayer, bool, str | list[str]]]) -> None:
+def _set(choices: Iterable[tuple[Any, bool, Any]]) -> None:
     for wrapper, disabled, active in choices:
         wrapper._disable_adapters = disabled
         wrapper._active_adapter = active

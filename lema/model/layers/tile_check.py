@@ -172,7 +172,9 @@ def _gradients_are_by_token(output: Tensor, inputs: Sequence[Tensor], form: Call
         # each feature counts differently, because those of a norm add up to nothing
         weights = torch.linspace(1, 2, rows[token].numel(), device=rows.device)
         value = (rows[token].flatten().float() * weights).sum()
-        gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(
+            value, leaves, retain_graph=True, allow_unused=True
+        )
         for gradient in gradients:
             if gradient is None:
                 continue

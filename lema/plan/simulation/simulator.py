@@ -20,6 +20,7 @@ from lema.plan.cost import (
     Tier,
     down_seconds,
     group_numbers,
+    rows_in_host,
     saved_elsewhere,
 )
 from lema.plan.memory import device_parts, host_parts
@@ -134,6 +135,8 @@ class _Run:
                 self.away[index] = demand.boundary_bytes, allocation.boundaries
         for index, nbytes in saved_elsewhere(demand, allocation).items():
             self.away[index] = nbytes, allocation.saved_on
+        # chunks of inputs come back to make keys and values again, and to be recomputed
+        self.times = 1 if rows_in_host(demand, allocation) is None else 2
         self._fetched: dict[int, float] = {}  # when that is back
 
     def announce(self) -> None:
@@ -219,6 +222,7 @@ class _Run:
     def _bring_back(self, index: int) -> None:
         """Fetch activations ahead of the backward."""
         nbytes, tier = self.away[index]
+        nbytes *= self.times
         device = self.device
         here = self.device.clock.now
         if tier == "disk":

@@ -99,6 +99,7 @@ def _in_host(
     return replace(
         work,
         works=tuple(map(_with_rows_in_host, work.works, terms)),
+        chunk_bytes=max(of_layer.chunk_input for of_layer in terms),
         hidden_bytes=0,
         call_bytes=call_bytes,
         prelude_bytes=prelude_bytes,
@@ -155,7 +156,7 @@ class ChunkTerms:
     states: int  # that chunks have handed on
     input_gradient: int  # of the whole row, put together of those of chunks
     output: int  # of the whole row, in the forward
-    copied: int  # of the part of a layer's input that one chunk is, where the rest is elsewhere
+    chunk_input: int  # of the part of a layer's input that one chunk is
     pages: int = 0  # of keys and values, after the forward, where they wait in host memory
     # where they do: keys and values of the whole row, and the sums of their gradients
     in_host: tuple[int, int] = (0, 0)
@@ -197,10 +198,11 @@ def _with_rows_on_device(work: LayerWork, terms: ChunkTerms) -> LayerWork:
 
 
 def _with_rows_in_host(work: LayerWork, terms: ChunkTerms) -> LayerWork:
-    """Return the same with one chunk of them on the device; nothing is put together there."""
+    """Return the same with a few chunks of them on the device, which are counted elsewhere; nothing
+    is put together there."""
     return replace(
         work,
-        working_bytes=terms.in_backward - terms.input_gradient + terms.copied,
+        working_bytes=terms.in_backward - terms.input_gradient,
         forward_bytes=terms.after_forward - terms.output,
         top_bytes=0,
     )
@@ -277,7 +279,7 @@ def _terms(
         states=of_one_chunk * (len(rows.spans) - 1),
         input_gradient=hidden.nbytes,
         output=hidden.nbytes,
-        copied=leaf.nbytes,
+        chunk_input=hidden[:, rows.spans[0].slice].nbytes,
         pages=after_forward - keys_values,
         in_host=in_host,
     )

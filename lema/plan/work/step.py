@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+from lema.activations.chunks.copies import chunks_on_device
 from lema.backend import Exchange
 from lema.config import LemaConfig
 from lema.config.objective import OBJECTIVES
@@ -283,11 +284,14 @@ def _with_activations(
     in_host = None
     if workload.in_host is not None and not demand.pieces:
         own_bytes = extra_bytes - workload.call_bytes + workload.in_host.call_bytes
+        chunk_bytes = workload.in_host.chunk_bytes
+        copied = 0 if demand.shared else chunks_on_device(chunk_bytes)
         in_host = RowsInHost(
             workload.in_host.working_bytes(times),
-            flight_bytes=round(times * own_bytes),
+            flight_bytes=round(times * own_bytes) + copied,
             # the input of a layer and its output, of one micro-batch; of others one of both
             host_bytes=hidden + min(hidden, workload.hidden_bytes),
+            chunk_bytes=chunk_bytes,
         )
     return replace(
         demand,

@@ -140,9 +140,10 @@ class Workload:
     entered: Exchange  # before the layers
     # the head and the loss in pieces of the vocabulary; None: they are not asked for
     pieces: HeadWork | None = None
-    # the same in device memory, where hidden states wait in host memory but for one chunk of a row,
-    # as inputs of layers do; None: they are whole on the device in any case
+    # the same in device memory, where hidden states wait in host memory but for a few chunks of a
+    # row, as inputs of layers do; None: they are whole on the device in any case
     in_host: Workload | None = None
+    chunk_bytes: int = 0  # of the largest of these chunks; they are not in what layers take
 
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""

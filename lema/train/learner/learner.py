@@ -24,13 +24,14 @@ from lema.engine.layers.layer_pass import LayerPass
 from lema.engine.layers.rows import Rows
 from lema.engine.layers.saving import NOTHING
 from lema.errors import ConfigError, DataError
-from lema.model.inputs import model_inputs
+from lema.model.inputs import IMAGES, model_inputs
 from lema.model.layers.routing import check_choices, has_routers
 from lema.stream import StreamCounters
 from lema.train.hf.peftmodel import StreamedPeftModel
 from lema.train.learner.adapter import AdamSettings, Adapter, AdapterSpec, Targets
 from lema.train.learner.budget import AdapterBudget
 from lema.train.learner.heads import Heads, Scored
+from lema.train.learner.images import BatchImages, LearnerImages
 from lema.train.learner.rows import ROUTED, AdapterRows, Datum, MicroBatch, micro_batches_of
 from lema.train.learner.served import Served
 from lema.train.model import LemaModel
@@ -76,6 +77,7 @@ class Learner:
         self._longest = longest
         self._budget = budget
         self._served = served
+        self._images = LearnerImages.of(opened)
         self._adapters: dict[str, Adapter] = {}
 
     @classmethod
@@ -150,6 +152,11 @@ class Learner:
         return self._adapters
 
     @property
+    def images(self) -> LearnerImages | None:
+        """Makes tokens of images; None: the model is open for text alone."""
+        return self._images
+
+    @property
     def adapter_bytes(self) -> int:
         """Bytes of the adapters that are on the device, with gradients and moments."""
         # a copy, because other threads ask, too
@@ -201,6 +208,9 @@ class Learner:
             DataError: something else of them is not.
         """
         request.check(self.vocabulary, self._longest)
+        if self._opened.config.sequence_chunk and any(datum.images for datum in request.data):
+            what = "rows with images do not go through the layers in chunks"
+            raise DataError(what, where="model_input", how="leave sequence_chunk out")
         chosen = [datum for datum in request.data if datum.choices is not None]
         widths = {datum.choices.shape[-1] for datum in chosen if datum.choices is not None}
         if len(widths) > 1:
@@ -331,7 +341,11 @@ class Learner:
         """
         streamed = self._opened.adapter
         engine = streamed.engine
-        batches = streamed.step_inputs.to_device([part.inputs() for part in parts])
+        on_device = streamed.step_inputs.to_device([part.inputs() for part in parts])
+        batches: list[dict[str, Any]] = [{**batch} for batch in on_device]
+        for batch, part in zip(batches, parts, strict=True):
+            if self._images is not None and any(datum.images for datum in part.data):
+                batch[IMAGES] = BatchImages(self._images, [datum.images for datum in part.data])
         lowest = streamed.lowest_trained if differentiate else None
         stream = streamed.stream
         stream.cancel()

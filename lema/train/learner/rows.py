@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lema.errors import DataError
 from lema.model.layers.routing import FREE
+from lema.train.learner.images import RowImage
 from lema.train.learner.losses import Loss, LossOptions, loss_named
 
 __all__ = ["ROUTED", "AdapterRows", "Datum", "MicroBatch", "micro_batches_of"]
@@ -28,12 +29,14 @@ class Datum:
         tensors: what the loss needs of it by name, fp32, of the shape of `targets`.
         choices: of each token which experts the routers choose, int64 `[tokens, layers * experts of
             each token]`, `FREE` where they choose themselves; None: they do everywhere.
+        images: its images, whose tokens are among its own.
     """
 
     tokens: Tensor
     targets: Tensor
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     choices: Tensor | None = None
+    images: Sequence[RowImage] = ()
 
     def check(self, loss: Loss, vocabulary: int, longest: int) -> None:
         """Make sure that it is a row of a model, for a loss.

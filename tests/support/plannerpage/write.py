@@ -53,6 +53,7 @@ MODULES = (
     "lema/stream/preload.py",
     "lema/stream/stream.py",
     "lema/activations/boundaries.py",
+    "lema/activations/chunks/copies.py",
     "lema/activations/stepstore.py",
     "lema/plan/cost.py",
     "lema/plan/memory.py",
@@ -76,6 +77,7 @@ NAMES = {  # of these modules, the definitions that a plan without a model takes
         "MEMORY_PARTS",
     ],
     "lema.activations.boundaries": ["NUM_BUFFERS", "boundaries_on_device", "boundaries_in_host"],
+    "lema.activations.chunks.copies": ["NUM_LEAVING", "NUM_SLOTS", "chunks_on_device"],
     "lema.activations.stepstore": ["STAGING", "graphs_on_device", "graphs_in_host"],
     "lema.plan.work.workload": ["MicroBatch", "LayerWork", "HeadWork", "Workload", "grown"],
     "lema.plan.machine": [
@@ -140,6 +142,7 @@ SETTINGS = (  # of a run that a plan asks for, whose defaults the page has
     ),
     *("reference", "offloading_tier", "group_by_length", "shuffle", "seed", "host_memory"),
     "sequence_chunk",
+    "mlp_tile_tokens",
 )
 
 

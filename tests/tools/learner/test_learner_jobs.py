@@ -45,6 +45,17 @@ def test_rows_of_all_who_wait_make_one_pass() -> None:
     assert sorted(take(jobs)) == [(model, seq_id) for model in range(4) for seq_id in (1, 2)]
 
 
+def test_a_request_that_comes_once_more_has_had_its_turn() -> None:
+    jobs = queue(gap_seconds=0.0)
+    for _ in range(2):
+        jobs.put(step(MODELS[0], 1))
+    assert take(jobs) == [(0, 1)]
+    jobs.put(step(MODELS[0], 1))
+    jobs.put(step(MODELS[0], 2))
+    assert take(jobs) == [(0, 2)]
+    assert jobs.waiting()[MODELS[0]] == 0
+
+
 def test_steps_come_first_because_rows_wait_behind_them() -> None:
     jobs = queue()
     jobs.put(rows(MODELS[0], 1))

@@ -13,6 +13,7 @@ from learnerclient import open_service, rows_body
 from test_learner_server import data
 from tiny import Checkpoint
 
+from lema.errors import DataError
 from lema_tools.learner.protocol import LoraOptions
 from lema_tools.learner.service import Service
 
@@ -88,6 +89,38 @@ def test_a_pass_of_all_clients_reads_what_one_reads(
     # what the first pass learns of the layers is read beside
     assert 0 < counts["weight_bytes"] <= 1.2 * of_one
     assert answers == expected
+    service.learner.close()
+
+
+def test_a_request_that_is_sent_twice_at_once_is_one(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
+    service = open_service(tmp_path / "kept", checkpoint_of("llama").streamed)
+
+    async def send(model: str) -> list[str | BaseException]:
+        bodies = [rows_body(model, 1, data(seed)) for seed in (1, 1, 2)]
+        sent = [service.accept_rows("ann", body) for body in bodies]
+        return await asyncio.gather(*sent, return_exceptions=True)
+
+    async def train() -> None:
+        session = await service.create_session("ann", {})
+        model = await service.create_model("ann", session, 0, LoraOptions(rank=2, seed=1), {})
+        name = model.rpartition(":")[0]
+        outcomes = await send(name)
+        same = [outcome for outcome in outcomes if outcome == f"{name}:1"]
+        refused = [str(outcome) for outcome in outcomes if isinstance(outcome, DataError)]
+        assert len(same) + len(refused) == 3
+        assert refused
+        assert all("was another one" in sentence for sentence in refused)
+        waiting = service.jobs.waiting()
+        assert [*waiting.values()] == [1]
+        # what is on disk, and would be taken again after a kill, is what waits
+        (request,) = service._store.requests(next(iter(waiting)))
+        batch = service.jobs.take()
+        assert batch is not None
+        assert batch.jobs[0].request == request
+
+    asyncio.run(train())
     service.learner.close()
 
 

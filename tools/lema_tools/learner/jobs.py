@@ -141,10 +141,13 @@ class Jobs:
             return seq_id < line.next or seq_id in line.waiting
 
     def put(self, job: Job) -> None:
-        """Have a request wait for its turn."""
+        """Have a request wait for its turn, unless it had it: of two that a client has sent at
+        once, the second may come when the first is done.
+        """
         with self._changed:
             line = self._lines[job.model]
-            line.waiting.setdefault(job.request.seq_id, job)
+            if job.request.seq_id >= line.next:
+                line.waiting.setdefault(job.request.seq_id, job)
             self._changed.notify_all()
 
     def put_task(self, job: Job) -> None:

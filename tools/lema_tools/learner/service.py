@@ -40,7 +40,7 @@ from lema_tools.learner.store import (
     State,
     Store,
 )
-from lema_tools.learner.wire import RowsRequest, canonical, read_rows, sample_answer
+from lema_tools.learner.wire import RowsRequest, addressed, canonical, read_rows, sample_answer
 from lema_tools.learner.worker import Worker
 
 __all__ = ["Gone", "Limits", "NotThere", "Service"]
@@ -126,6 +126,7 @@ class Service:
         self._heard = dict.fromkeys(self._sessions, time.monotonic())
         self._models: dict[ModelName, ModelFile] = {}
         self._digests: Recent[tuple[ModelName, int], str] = Recent()
+        self._arriving: dict[tuple[ModelName, int], asyncio.Lock] = {}
         self._samplers: dict[str, SamplingSession] = {}
         self._sampled: Recent[str, bool] = Recent()
         self._thread = threading.Thread(target=self._worker.run, name="learner", daemon=True)
@@ -330,9 +331,9 @@ class Service:
             NotThere: its model is not there.
             Busy: too many requests wait.
         """
-        rows = await _threaded(lambda: read_rows(body))
-        model, _ = self.model(owner, rows.model_id)
-        return await self._accept(model, rows.seq_id, "rows", body)
+        model_id, seq_id = await _threaded(lambda: addressed(body))
+        model, _ = self.model(owner, model_id)
+        return await self._accept(model, seq_id, "rows", body)
 
     async def accept(
         self, owner: str, model_id: str, seq_id: int, kind: Kind, what: Mapping[str, Any]
@@ -345,16 +346,21 @@ class Service:
         if seq_id < 1:
             raise DataError("the requests of a model are numbered from 1", where="seq_id")
         rows, error, digest = await _threaded(lambda: self._read(model, kind, body))
-        future = future_of(model, seq_id)
-        if self.jobs.is_known(model, seq_id):
-            await self._check_same(model, seq_id, digest)
-            return future
-        self.jobs.check_room(model, seq_id)
-        request = Request(seq_id, kind, body)
-        await _threaded(lambda: self._store.append(model, request))
-        self._digests[model, seq_id] = digest
-        self.jobs.put(Job(model, request, digest, rows, error))
-        return future
+        # because a client whose connection has failed asks again, perhaps before it was answered
+        arriving = self._arriving.setdefault((model, seq_id), asyncio.Lock())
+        try:
+            async with arriving:
+                if self.jobs.is_known(model, seq_id):
+                    await self._check_same(model, seq_id, digest)
+                else:
+                    self.jobs.check_room(model, seq_id)
+                    request = Request(seq_id, kind, body)
+                    await _threaded(lambda: self._store.append(model, request))
+                    self._digests[model, seq_id] = digest
+                    self.jobs.put(Job(model, request, digest, rows, error))
+        finally:
+            self._arriving.pop((model, seq_id), None)
+        return future_of(model, seq_id)
 
     async def _check_same(self, model: ModelName, seq_id: int, digest: str) -> None:
         """Make sure that a request which comes again is the same."""
@@ -372,7 +378,7 @@ class Service:
         if kind != "rows":
             return None, None, _digest(kind.encode() + b"\n" + body)
         digest = _digest(canonical(body))
-        rows = read_rows(body)
+        rows = read_rows(body, self.learner.images)
         try:
             self.learner.check_rows(rows.of_adapter(model.folder))
         except (ConfigError, DataError) as error:

@@ -18,9 +18,18 @@ from torch import Tensor
 
 from lema.errors import DataError
 from lema.train.learner.heads import Scored
+from lema.train.learner.images import LearnerImages, RowOfChunks
 from lema.train.learner.rows import ROUTED, AdapterRows, Datum
 
-__all__ = ["RowsRequest", "SampledText", "canonical", "read_rows", "sample_answer", "scored_answer"]
+__all__ = [
+    "RowsRequest",
+    "SampledText",
+    "addressed",
+    "canonical",
+    "read_rows",
+    "sample_answer",
+    "scored_answer",
+]
 
 PACKAGE = "tinker_public"
 FLOAT32, INT64 = 1, 2  # numbers of the types of tensors
@@ -201,8 +210,18 @@ def _parsed(body: bytes) -> Any:
     return message
 
 
-def read_rows(body: bytes) -> RowsRequest:
+def addressed(body: bytes) -> tuple[str, int]:
+    """Return whose adapter a request with rows is for, and its number. `DataError`: it is none."""
+    message = _parsed(body)
+    return message.model_id, message.seq_id
+
+
+def read_rows(body: bytes, images: LearnerImages | None) -> RowsRequest:
     """Return what a request with rows says.
+
+    Args:
+        body: the request.
+        images: makes tokens of images; None: the model is open for text alone.
 
     Raises:
         DataError: it is none, or a tensor or a row in it is not whole.
@@ -213,20 +232,23 @@ def read_rows(body: bytes) -> RowsRequest:
         if not value.HasField("number"):
             raise DataError(f"the option {name!r:.80} is no number", where="loss_fn_config")
         options[name] = float(value.number)
-    data = [_datum(row) for row in message.data]
+    data = [_datum(row, images) for row in message.data]
     return RowsRequest(
         message.model_id, message.seq_id, message.forward_only, data, message.loss_fn, options
     )
 
 
-def _datum(row: Any) -> Datum:
-    tokens: list[npt.NDArray[np.int32]] = []
+def _datum(row: Any, images: LearnerImages | None) -> Datum:
+    parts = RowOfChunks(images)
     for chunk in row.model_input:
-        if not chunk.HasField("encoded_text"):
-            what = "a row has something else than text, and this server trains on text alone"
+        if chunk.HasField("encoded_text"):
+            ids = _array(chunk.encoded_text.tokens, np.dtype("<i4"))
+            parts.add_tokens(torch.from_numpy(ids.astype(np.int64)))
+        elif chunk.HasField("image"):
+            parts.add_image(chunk.image.data)
+        else:
+            what = "a row has something else than text and images"
             raise DataError(what, where="model_input")
-        tokens.append(_array(chunk.encoded_text.tokens, np.dtype("<i4")))
-    ids = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int32)
     tensors = {name: _tensor(tensor, name) for name, tensor in row.loss_fn_inputs.items()}
     targets = tensors.pop("target_tokens", None)
     if targets is None:
@@ -237,10 +259,11 @@ def _datum(row: Any) -> Datum:
     if routed is not None and routed.is_floating_point():
         raise DataError(f"{ROUTED} are no whole numbers", where="loss_fn_inputs")
     return Datum(
-        torch.from_numpy(ids.astype(np.int64)),
+        parts.tokens,
         targets,
         {name: tensor.float() for name, tensor in tensors.items()},
         routed,
+        tuple(parts.images),
     )
 
 

@@ -361,7 +361,7 @@ class Worker:
         none.
         """
         try:
-            rows = read_rows(request.body)
+            rows = read_rows(request.body, self._learner.images)
             again = rows.of_adapter(model.folder)
             self._learner.check_rows(again)
         except (ConfigError, DataError):

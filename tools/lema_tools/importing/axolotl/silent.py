@@ -12,8 +12,11 @@ _WORDS = {
         "ray_num_workers resources_per_worker max_memory gpu_memory_limit low_cpu_mem_usage "
         "lora_on_cpu qlora_sharded_model_loading gc_steps gc_collect_steps "
         "torch_empty_cache_steps gradient_checkpointing gradient_checkpointing_kwargs "
-        "selective_checkpointing activation_offloading layer_offloading tiled_mlp "
-        "tiled_mlp_num_shards tiled_mlp_use_original_mlp experimental_skip_move_to_device"
+        "selective_checkpointing activation_offloading layer_offloading "
+        "experimental_skip_move_to_device"
+    ),
+    "mlp_tile_tokens runs MLPs in tiles, where a step does not fit otherwise": (
+        "tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp"
     ),
     "it chooses kernels, which change results by rounding alone": (
         "attn_implementation xformers_attention sdp_attention flex_attention "
