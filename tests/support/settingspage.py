@@ -56,13 +56,11 @@ _RESUMED = {
 
 _HEAD = """# Settings
 
-This page lists every setting of a run. A setting is in a YAML file, after `--set NAME=VALUE`, or in the arguments of
-`LemaConfig`. `python tests/support/settingspage.py > docs/settings.md` generates the page from the schema.
-`lema config schema` prints the schema, from which editors complete YAML.
-
-*Resumed* says what `--resume` does if the value has changed. *Refused*: the run ends. *Taken*: the run continues with the new value, and no number changes;
-LEMA compares the files of model and adapter in any case. *Taken, and said*: the run continues with the new value, and prints a line, because later numbers
-may change. *Compared*: LEMA compares the result of the setting, which is the rows or the adapter. `null` stands for none."""
+This page lists every setting of a run. A setting is in a YAML file, after `--set NAME=VALUE`, or in the arguments of `LemaConfig`. `python tests/support/settingspage.py >
+docs/settings.md` generates the page from the schema. `lema config schema` prints the schema, from which editors complete YAML. *Resumed* says what `--resume` does if the value
+has changed. *Refused*: the run ends. *Taken*: the run continues with the new value, and no number changes; LEMA compares the files of model and adapter in any case. *Taken, and
+said*: the run continues with the new value, and prints a line, because later numbers may change. *Compared*: LEMA compares the result of the setting, which is the rows or the
+adapter. `null` stands for none."""
 
 
 def page() -> Iterator[str]:

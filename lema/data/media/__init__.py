@@ -1,3 +1,3 @@
-"""Images of rows: where they are, what of them may be read, and what the model's processor makes of
-them.
+"""Images, videos and sounds of rows: where they are, what of them may be read, and what the model's
+processor makes of them.
 """
