@@ -533,11 +533,10 @@ def _notes(planner: Planner) -> tuple[str, ...]:
         notes.append(note)
     if note := chunks_note(planner.shape.micro_batch, planner.workload):
         notes.append(note)
-    blueprint = planner.blueprint
-    if planner.workload is not None and blueprint.parts is None:
-        kinds = planner.workload.kinds
-        if note := tiles_note(blueprint.split, kinds, planner.shape.micro_batch):
-            notes.append(note)
+    if planner.workload is not None and (
+        note := tiles_note(planner.blueprint, planner.workload, planner.shape.micro_batch)
+    ):
+        notes.append(note)
     return tuple(notes)
 
 
