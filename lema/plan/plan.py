@@ -569,10 +569,12 @@ def _notes(planner: Planner) -> tuple[str, ...]:
         notes.append(note)
     if note := chunks_note(planner.shape.micro_batch, planner.workload):
         notes.append(note)
-    blueprint = planner.blueprint
-    if planner.workload is not None and blueprint.parts is None:
+    if planner.workload is not None:
+        drawn = planner.blueprint
+        grouped = drawn.parts is not None
+        shape = planner.shape
         kinds = planner.workload.kinds
-        if note := tiles_note(blueprint.split, kinds, planner.shape.micro_batch):
+        if note := tiles_note(drawn.split, kinds, shape.micro_batch, grouped=grouped):
             notes.append(note)
     return tuple(notes)
 
