@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lema.activations.chunks.cuts import Cuts
-from lema.activations.hoststates import HostPool, HostStates
+from lema.activations.chunks.hostpool import HostPool
+from lema.activations.hoststates import HostStates
 from lema.backend import Backend
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.watchdog import Watchdog

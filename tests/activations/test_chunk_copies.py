@@ -14,7 +14,7 @@ from torch import Tensor
 from lema.activations.boundaries import NUM_BUFFERS, TierName
 from lema.activations.chunks.copies import NUM_LEAVING, NUM_SLOTS
 from lema.activations.chunks.cuts import Cut, Cuts
-from lema.activations.hoststates import HostPool
+from lema.activations.chunks.hostpool import HostPool
 from lema.activations.stepstore import BoundaryArena, BoundaryChunks
 from lema.backend import Backend, DeviceSlots, Download, SlotLayout, Upload
 from lema.storage.spillfile import whole_blocks

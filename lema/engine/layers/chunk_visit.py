@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lema.activations.chunks.copies import ResidentChunks
 from lema.activations.chunks.cuts import ChunkInputs, Cut, Cuts
-from lema.activations.hoststates import HostPool
+from lema.activations.chunks.hostpool import HostPool
+from lema.activations.chunks.results import ChunkResults
 from lema.engine.engine import Engine
 from lema.model.flow import LayerCall, Suspended
 from lema.model.sequence.cache import StatesComplete
@@ -70,78 +71,6 @@ class GradientSums:
             if gradient is not None:
                 # not in place, because autograd may hand one tensor out twice
                 self.pairs[number] = tensor, gradient if total is None else total + gradient
-
-
-class _Result:
-    """What a layer makes of all chunks of a micro-batch, or the gradient of its input.
-
-    Args:
-        pool: has it in host memory; None: it is on the device.
-        num_rows: of the micro-batch.
-        length: tokens of the micro-batch.
-        spans: its chunks.
-        state: where it is put; None: it is made with the first chunk.
-    """
-
-    def __init__(
-        self,
-        pool: HostPool | None,
-        num_rows: int,
-        length: int,
-        spans: Sequence[Span],
-        state: Tensor | None = None,
-    ) -> None:
-        self._pool = pool
-        self._shape = (num_rows, length)
-        self._spans = spans
-        self._state = state
-        self._put: Callable[[Cut, Tensor], None] | None = None
-        self._copies = ExitStack()
-        if state is not None:
-            self._clear_outside(state)
-
-    @property
-    def state(self) -> Tensor:
-        """`[rows, sequence, hidden]`."""
-        assert self._state is not None, "a micro-batch has no tokens"
-        return self._state
-
-    @contextmanager
-    def filled(self) -> Iterator[None]:
-        """Let go of what the device holds of it after a `with` block."""
-        with self._copies:
-            yield
-
-    def put(self, span: Span, part: Tensor) -> None:
-        """Put in what was made of a chunk; one row may stand for all."""
-        if self._state is None:
-            self._state = self._allocate(part)
-        if self._pool is None:
-            self._state[:, span.slice] = part.detach()
-            return
-        if self._put is None:
-            self._put = self._copies.enter_context(self._pool.downloads(self._state))
-        self._put(Cut(slice(None), span.slice), part)
-
-    def _allocate(self, part: Tensor) -> Tensor:
-        shape = (*self._shape, *part.shape[2:])
-        if self._pool is None:
-            # zeros, because padding may be in no chunk
-            return part.new_zeros(shape)
-        state = self._pool.take(shape, part.dtype)
-        if self._has_outside:
-            self._pool.synchronize(state)
-            self._clear_outside(state)
-        return state
-
-    @property
-    def _has_outside(self) -> bool:
-        return self._spans[0].start > 0 or self._spans[-1].stop < self._shape[1]
-
-    def _clear_outside(self, state: Tensor) -> None:
-        """Write zeros where padding is in no chunk; no copy is begun from there, or to there."""
-        state[:, : self._spans[0].start] = 0
-        state[:, self._spans[-1].stop :] = 0
 
 
 class ChunkVisit:
@@ -213,9 +142,10 @@ class ChunkVisit:
         self._routed.clear()
         num_rows, length = layer_input.shape[:2]
         spans = self.spans(length)
-        result = _Result(pool, num_rows, length, spans)
+        of_chunks = [Cut(slice(None), span.slice) for span in spans]
+        result = ChunkResults(pool, num_rows, length, of_chunks)
         with self.inputs(layer_input, pool, range(len(spans))) as inputs, result.filled():
-            for chunk, span in enumerate(spans):
+            for chunk, cut in enumerate(of_chunks):
                 self.note_drawn()
                 with ExitStack() as stack:
                     part = stack.enter_context(inputs.chunk(chunk))
@@ -223,7 +153,7 @@ class ChunkVisit:
                         part = stack.enter_context(keep(chunk, part))
                     with torch.no_grad():
                         output = self._run(chunk, part)
-                    result.put(span, output)
+                    result.put(cut, output)
                     # before the next one, whose memory would be another
                     del output, part
         return result.state
@@ -305,9 +235,9 @@ class ChunkVisit:
         """
         num_rows, length = gradient.shape[:2]
         spans = self.spans(length)
-        result = _Result(pool, num_rows, length, spans, gradient if inplace else None)
-        self._asks = bool(of_routers)
         of_chunks = [Cut(slice(None), span.slice) for span in spans]
+        result = ChunkResults(pool, num_rows, length, of_chunks, gradient if inplace else None)
+        self._asks = bool(of_routers)
         order = reversed(range(len(spans)))
         with self._chunks_of(gradient, pool, of_chunks, order) as gradients, result.filled():
             for chunk in reversed(range(len(spans))):
@@ -329,7 +259,7 @@ class ChunkVisit:
                     del roots
                     if needs:
                         assert formed is not None, "a layer's input does not reach its output"
-                        result.put(spans[chunk], self._of_all_rows(chunk, formed, num_rows))
+                        result.put(of_chunks[chunk], self._of_all_rows(chunk, formed, num_rows))
                     del output, leaf, formed, layer_input, of_output
         return result.state if needs else None
 

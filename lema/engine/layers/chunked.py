@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lema.activations.chunks.cuts import ChunkInputs
-from lema.activations.hoststates import HostPool, HostState
+from lema.activations.chunks.hostpool import HostPool
+from lema.activations.hoststates import HostState
 from lema.activations.stepstore import BoundaryChunks, StepBoundaries
 from lema.engine.engine import Engine
 from lema.engine.layers.chunk_check import ChunkChecks

@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from lema.activations.hoststates import HostPool, HostState, HostStates, on_device
+from lema.activations.chunks.hostpool import HostPool
+from lema.activations.hoststates import HostState, HostStates, on_device
 from lema.model.flow import LayerCall
 
 __all__ = ["Calls", "ComputeAs", "Rows"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lema.activations.boundaries import TierName
 from lema.activations.chunks.cuts import Cuts
-from lema.activations.hoststates import HostPool
+from lema.activations.chunks.hostpool import HostPool
 from lema.activations.stepstore import BoundaryArena, SavedGraphs, StepBoundaries, StepGraphs
 from lema.backend import Backend, Carrier
 from lema.backend.torchstreams import TorchCarrier
