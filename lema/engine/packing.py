@@ -104,8 +104,8 @@ def tried_rows(rows: Rows) -> list[Mapping[str, Any]]:
     first = [rows[number] for number in range(min(len(rows), len(NUM_TOKENS)))]
     if not getattr(rows, "has_images", False):
         return first
-    each = (rows[number] for number in range(len(rows)))
-    with_images = [*islice((row for row in each if row[IMAGES].num_images), MOST_LOOKED_AT)]
+    candidates = (rows[number] for number in range(len(rows)))
+    with_images = [*islice((row for row in candidates if row[IMAGES].num_images), MOST_LOOKED_AT)]
     short = sorted(with_images, key=lambda row: len(row["input_ids"]))
     without = [row for row in first if not row[IMAGES].num_images]
     return [*short[: len(NUM_TOKENS) - 1], *without][: len(NUM_TOKENS)]

@@ -26,7 +26,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Directories:
     return directory
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model_type", PROCESSORS)
 def test_chunks_and_packs_have_the_gradients_of_whole_rows(

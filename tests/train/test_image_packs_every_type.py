@@ -96,7 +96,7 @@ def texts_of(batch: Batch) -> list[Batch]:
     return [{"input_ids": [*range(first, first + 6)], IMAGES: images} for first in (5, 20, 40, 60)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", STREAMED_IMAGES)
 def test_packs_and_chunks_have_the_gradients_of_whole_rows(model_type: str, tmp_path: Path) -> None:
     directory = publish_with_images(model_type, tmp_path / "model")

@@ -342,9 +342,9 @@ class ChunkedRows:
         if any(tensor.requires_grad for tensor in tensors_in(_arguments(calls))):
             raise refusal("its layers are given something that trains before them")
         masks = {id(leaf) for leaf in tree_leaves(part.get(MASK))} if inputs.masks else set()
-        return Prelude(front.hidden, tuple(self._with_kept_keys(calls, masks)))
+        return Prelude(front.hidden, tuple(self._with_cached_keys(calls, masks)))
 
-    def _with_kept_keys(
+    def _with_cached_keys(
         self, calls: Sequence[LayerCall], masks: Collection[int]
     ) -> Iterator[LayerCall]:
         """Yield the calls of all layers with masks that have the keys which the cache hands them.

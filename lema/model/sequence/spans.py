@@ -22,7 +22,7 @@ AT_ONCE = 1 << 24  # pairs of tokens that are looked at together
 def spans_of(length: int, size: int, first: int = 0) -> list[Span]:
     """Return the chunks of the tokens from `first` to before `length`, each of `size` but for the
     last. That is never a single token, which models take for one that they generate, and change a
-    state in its place."""
+    state in its index."""
     starts = list(range(first, max(first + 1, length - 1), size))
     return [Span(start, stop) for start, stop in pairwise([*starts, length])]
 
@@ -39,8 +39,8 @@ def spans_between(borders: Sequence[int], length: int, size: int) -> list[Span]:
     while (start := bounds[-1]) < length:
         after = bisect_left(borders, start + LEAST)
         within = bisect_right(borders, start + size) - 1
-        place = max(after, within)
-        stop = borders[place] if place < len(borders) else length
+        index = max(after, within)
+        stop = borders[index] if index < len(borders) else length
         bounds.append(length if length - stop < LEAST else stop)
     return [Span(start, stop) for start, stop in pairwise(bounds)]
 
