@@ -18,7 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NUM_LAYERS = 8
 NUM_EXPERTS, NUM_CHOSEN = 64, 8  # many, so that scores lie close together
-ROWS, LENGTH, CHUNK = 2, 256, 64
+ROWS, LENGTH, CHUNK = 4, 256, 64
+# of rows in which a token of qwen3_moe goes to another expert in chunks, at least on a processor
+# with AVX512; a hundred seeds have two such rows
+SEED = 51
 ROUNDING = 2e-6  # of the largest score
 
 PARTLY_ADAPTED = pytest.mark.filterwarnings("ignore:PEFT does not adapt these:UserWarning")
@@ -45,7 +48,7 @@ class Choices(TorchDispatchMode):
 
 def scores_of(directory: Path, chunk: int | None, attention: str) -> list[Tensor]:
     """Return what each layer chooses experts by, `[rows, tokens, experts]`."""
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
     batches = [{"input_ids": ids, "labels": ids}]
     settings: dict[str, Any] = {"attn_implementation": attention, "sequence_chunk": chunk}

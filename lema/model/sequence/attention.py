@@ -269,14 +269,18 @@ class _Tiles:
             if not hidden.all:
                 keys, values = (_heads(part.to(self._dtype)) for part in memory.block(start, stop))
                 masks = None if hidden.mask is None else self._masks(hidden.mask)
-                yield _Block(start, stop, keys, values, masks)
+                yield _Block(start, stop, keys, values, masks, self._seeing(hidden.mask))
             if self._fake:
                 break  # for all are alike, and leave nothing behind
 
-    def heads(self) -> list[tuple[int, int]]:
-        """Return the number of each tile, with that of each head, counted over all rows."""
+    def _seeing(self, hidden: Tensor | None) -> list[tuple[int, int]]:
+        """Return the numbers of tiles and of heads, over all rows, where a query sees a key."""
         heads = list(product(range(len(self.parts)), range(self._rows * self._heads)))
-        return heads[:1] if self._fake else heads
+        if self._fake or hidden is None:
+            return heads[:1] if self._fake else heads
+        by_tile = [hidden[:, 0, part].flatten(1).all(dim=1) for part in self.parts]
+        unseen = torch.stack(by_tile, dim=1).tolist()  # at once, because a device is waited for
+        return [pair for pair in heads if not unseen[pair[1] // self._heads % len(unseen)][pair[0]]]
 
     def _masks(self, hidden: Tensor) -> list[Tensor]:
         """Return the mask of each head, `[chunk, keys]`."""
@@ -298,8 +302,8 @@ class _Block(NamedTuple):
         stop: the token after the last.
         keys: of each head, `[keys, width]`.
         values: the same.
-        hidden: of each head, `[chunk, keys]`, true where a query does not see a key; None: all are
-            seen.
+        hidden: of each head, `[chunk, keys]`, true where a key is not seen; None: all are seen.
+        seeing: the tiles and heads that see a key.
     """
 
     start: int
@@ -307,6 +311,7 @@ class _Block(NamedTuple):
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     hidden: Sequence[Tensor] | None
+    seeing: Sequence[tuple[int, int]]
 
     def scores(self, query: Tensor, head: int, part: slice, groups: int) -> Tensor:
         """Return the scores of a tile's queries of one head of keys, `[groups * n, keys]`; minus
@@ -333,7 +338,7 @@ def _merged(
         list(map(_heads, tensors)) for tensors in (queries, outputs, highest, sums)
     )
     for block in tiles.blocks(memory, mask):
-        for tile, head in tiles.heads():
+        for tile, head in block.seeing:
             query = query_heads[tile][head]
             scores = block.scores(query, head, tiles.parts[tile], tiles.groups)
             most, total = highest_heads[tile][head], sum_heads[tile][head]
@@ -380,7 +385,7 @@ def _differentiated(
     for block in tiles.blocks(memory, mask):
         with memory.gradients(block.start, block.stop) as of_block:
             of_keys, of_values = map(_heads, of_block)
-            for tile, head in tiles.heads():
+            for tile, head in block.seeing:
                 query, gradient = query_heads[tile][head], gradient_heads[tile][head]
                 probabilities = block.scores(query, head, tiles.parts[tile], tiles.groups)
                 probabilities.sub_(log_sum_heads[tile][head]).exp2_()
