@@ -7,18 +7,21 @@ which `lema.plan.allocate` finds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lema.backend.registry import has_addresses
 from lema.errors import ConfigError, MemoryLimitError
+from lema.model.skeleton import main_dtype
 from lema.plan.allocate import layers_stay, untimed, whether_recomputed
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import seconds
 from lema.plan.needs import Planner
-from lema.plan.work.step import StepShape, rows_each
+from lema.plan.work.long_rows import LONGEST, in_proportion
+from lema.plan.work.step import StepShape, Timings, by_arithmetic, rows_each
+from lema.plan.work.workload import Workload
 
-__all__ = ["Choice", "best", "candidates", "choice_of", "cut", "seconds_decide"]
+__all__ = ["Choice", "best", "candidates", "choice_of", "cut", "seconds_decide", "with_work"]
 
 
 ENOUGH = 512  # tokens of a micro-batch: one of fewer computes slower than its tokens tell
@@ -29,6 +32,7 @@ LESS = (256, 64)
 FEW_GROUPS = 8
 SETTING = "experts_per_slot"
 SMALLEST = 256  # tokens of a chunk: those of fewer compute slower than their tokens tell
+LARGE = 2048  # tokens of a chunk: products of fewer are slower than profiles and timings tell
 
 
 @dataclass(frozen=True)
@@ -135,45 +139,115 @@ def candidates(planner: Planner) -> Iterator[Choice]:
             yield from _smaller(planner, first)
 
 
+def with_work(planner: Planner) -> Planner:
+    """Return the planner with what a micro-batch costs. Long rows whose chunks are still to be
+    chosen are in the smallest ones meanwhile: as they are, they would take long to run.
+
+    Raises:
+        ModelError: it cannot be told.
+    """
+    batch = planner.shape.micro_batch
+    if planner.config.sequence_chunk == "auto" and batch.length > 2 * LONGEST:
+        batch = replace(batch, chunk=SMALLEST)
+    return replace(planner, workload=planner.work(batch))
+
+
 def best(planner: Planner) -> Planner:
     """Return the planner of the first candidate that fits, and if seconds are known of a faster
     one; if none fits that of the last, which says so when it is asked for its needs.
 
-    Where the settings leave it open, rows go through layers as they are if any candidate fits so,
-    else in the largest chunks with which one does."""
-    if planner.config.sequence_chunk != "auto":
+    Where the settings leave it open, rows go through layers as they are if any candidate fits so.
+    Else they go in the largest chunks with which one fits, or if seconds are known in the largest
+    with which a step is about as fast as with any: large ones leave less room for layers that stay
+    on the device, and attend to more tokens that no token of theirs sees."""
+    if planner.config.sequence_chunk != "auto" and not planner.chooses_chunk:
         return _first_that_fits(planner)[0]
-    chosen, fits = _first_that_fits(_with_chunk(planner, None))
-    if fits and _in_memory(chosen):
-        return chosen
+    at_once = _fitting(planner, None)
+    if at_once is not None:
+        return at_once
     length = planner.shape.micro_batch.length
     sizes = [1 << power for power in range(SMALLEST.bit_length() - 1, (length - 1).bit_length())]
     low, high = 0, len(sizes)  # of the sizes, as many fit
-    fitting = None
+    fitting = list[Planner]()  # by sizes
     while low < high:
         middle = (low + high + 1) // 2
-        candidate, fits = _first_that_fits(_with_chunk(planner, sizes[middle - 1]))
-        if fits and _in_memory(candidate):
-            fitting = candidate
-            low = middle
-        else:
+        candidate = _fitting(planner, sizes[middle - 1])
+        if candidate is None:
             high = middle - 1
-    if fitting is not None:
-        return fitting
-    return _first_that_fits(_with_chunk(planner, sizes[0]))[0] if sizes else chosen
+        else:
+            fitting = [candidate]
+            low = middle
+    if planner.timings is not None and not planner.config.deterministic:
+        smaller = (_fitting(planner, size) for size in sizes[: low - 1] if size >= LARGE)
+        fitting = [*(candidate for candidate in smaller if candidate is not None), *fitting]
+    if not fitting:
+        chunk = sizes[0] if sizes else None
+        return _first_that_fits(_with_chunk(planner, chunk))[0]
+    return _fast_enough(fitting)
+
+
+def _fitting(planner: Planner, chunk: int | None) -> Planner | None:
+    """Return the planner of the same steps in chunks of a size, or with None of whole rows, with
+    the first candidate that fits; None: none does."""
+    if chunk is None and _exceeds(planner):
+        return None
+    candidate, fits = _first_that_fits(_with_chunk(planner, chunk))
+    return candidate if fits and _in_memory(candidate) else None
+
+
+def _exceeds(planner: Planner) -> bool:
+    """Whether long rows are sure not to fit as they are, which is told by shorter ones: what grows
+    with the square of their length is not counted."""
+    batch = planner.shape.micro_batch
+    limit = planner.limits[0] or planner.machine_state.free(planner.processes)
+    in_groups = planner.config.experts_per_slot is not None and planner.blueprint.most_experts
+    if planner.workload is None or batch.length <= 2 * LONGEST or in_groups:
+        return False  # groups of experts take less at once
+    rows = min([batch.rows, *_fewer_rows(planner)])
+    work = planner.least_work(replace(batch, rows=rows, chunk=None))
+    return 0 < limit < max(layer.working_bytes for layer in work.works)
+
+
+def _fast_enough(planners: Sequence[Planner]) -> Planner:
+    """Return the last planner of those whose steps take hardly longer than the fastest one's; where
+    no seconds are known, the last of all.
+
+    Args:
+        planners: by how much they compute at once.
+    """
+    if len(planners) == 1 or planners[0].timings is None:
+        return planners[-1]
+    taken = [_seconds(planner) for planner in planners]
+    return [
+        planner
+        for planner, seconds_taken in zip(planners, taken, strict=True)
+        if WORTH_IT * seconds_taken <= min(taken)
+    ][-1]
 
 
 def _with_chunk(planner: Planner, chunk: int | None) -> Planner:
     """Return the planner of the same steps in chunks of a size; None: of whole rows."""
     micro_batch = replace(planner.shape.micro_batch, chunk=chunk)
+    work = None if planner.workload is None else planner.work(micro_batch)
     return replace(
         planner,
         config=planner.config.model_copy(update={"sequence_chunk": chunk}),
         shape=replace(planner.shape, micro_batch=micro_batch),
-        workload=None if planner.workload is None else planner.work(micro_batch),
-        timings=None,
+        workload=work,
+        timings=_timings_of(planner, work),
         chooses_chunk=True,
     )
+
+
+def _timings_of(planner: Planner, work: Workload | None) -> Timings | None:
+    """Return the seconds of the same rows in other chunks; None: they are not known."""
+    if planner.timings is None or planner.workload is None or work is None:
+        return None
+    state = planner.machine_state
+    if state.speeds == "profile":
+        itemsize = main_dtype(planner.blueprint.model).itemsize
+        return by_arithmetic(work, planner.blueprint.layers, state.machine, itemsize)
+    return in_proportion(planner.timings, planner.workload, work)
 
 
 def _in_memory(planner: Planner) -> bool:
@@ -229,7 +303,9 @@ def seconds_decide(planner: Planner) -> bool:
     if limit is None or recompute is False:
         return False
     if planner.config.sequence_chunk is not None:
-        return False  # because a whole row, which would be timed, need not fit
+        # rows as they are, which would be timed, need not fit; nor would chunks be of less
+        chunk = planner.shape.micro_batch.chunk
+        return planner.chooses_chunk and limit != "auto" and chunk is not None and chunk > LARGE
     if recompute:
         return limit != "auto"
     demand = untimed(planner.demand())
