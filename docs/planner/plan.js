@@ -2924,10 +2924,11 @@ return null;
 return ((py.t(fits) && py.t(py.call(_in_memory, [candidate]))) ? candidate : null);
 }, ["planner", "chunk"]);
 const _exceeds = py.named(function(planner) {
-let batch, limit, rows, work;
+let batch, in_groups, limit, rows, work;
 batch = planner.shape.micro_batch;
 limit = py.either(py.item(py.bound(planner, 'limits'), 0), () => planner.machine_state.free(planner.processes));
-if (((planner.workload == null) || py.le(batch.length, py.mul(2, LONGEST)) || py.t(planner.blueprint.parts))) {
+in_groups = py.both((planner.config.experts_per_slot != null), () => planner.blueprint.most_experts);
+if (((planner.workload == null) || py.le(batch.length, py.mul(2, LONGEST)) || py.t(in_groups))) {
 return false;
 }
 rows = py.min([batch.rows, ...py.iter(py.call(_fewer_rows, [planner]))]);
