@@ -1734,14 +1734,14 @@ MicroBatch.isClass = true;
 MicroBatch.sig = ["rows", "length", "forward_only", "settled", "packed", "chunk", "host_keys", "tile"];
 MicroBatch.fields = MicroBatch.sig;
 class LayerWork {
-constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, paged_bytes = 0, chunk_bytes = 0, top_bytes = 0, square_flops = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.paged_bytes = paged_bytes; this.chunk_bytes = chunk_bytes; this.top_bytes = top_bytes; this.square_flops = square_flops; }
+constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0, key_gradient_bytes = 0, paged_bytes = 0, chunk_bytes = 0, top_bytes = 0, square_flops = 0, launches = 1) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; this.key_gradient_bytes = key_gradient_bytes; this.paged_bytes = paged_bytes; this.chunk_bytes = chunk_bytes; this.top_bytes = top_bytes; this.square_flops = square_flops; this.launches = launches; }
 at_once(times) {
 const self = this;
 return py.add(py.round(py.mul(py.max(times, 1.0), self.waiting_bytes)), py.bound(self, 'working_bytes'));
 }
 }
 LayerWork.isClass = true;
-LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes", "key_gradient_bytes", "paged_bytes", "chunk_bytes", "top_bytes", "square_flops"];
+LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes", "key_gradient_bytes", "paged_bytes", "chunk_bytes", "top_bytes", "square_flops", "launches"];
 LayerWork.fields = LayerWork.sig;
 LayerWork.prototype.at_once.sig = ["times"];
 class HeadWork {
@@ -1926,7 +1926,7 @@ first = py.item(layers, py.index(workload.kinds, kind));
 expand = (py.t(first.expansions) ? py.div(py.add(first.nbytes, first.expanded_bytes), py.bound(machine, 'memory')) : 0.0);
 flops = [work.forward, work.recompute, work.backward, py.max(0, py.sub(work.recompute, work.product_flops))];
 parts = py.zip.call({strict: true}, flops, [...py.iter(work.exchanges), py.item(work.exchanges, 1)]);
-;[forward, again, back, without_products] = py.list((function*(t6) { for (const t7 of t6) { const [operations, sent] = py.list(t7); yield py.add(py.max(py.div(operations, speed), machine.launch), machine.exchanging(sent)); } })(py.iter(parts)));
+;[forward, again, back, without_products] = py.list((function*(t6) { for (const t7 of t6) { const [operations, sent] = py.list(t7); yield py.add(py.max(py.div(operations, speed), py.mul(work.launches, machine.launch)), machine.exchanging(sent)); } })(py.iter(parts)));
 py.append(layer_seconds, new LayerSeconds(forward, again, back, expand, without_products));
 }
 reduced = (() => { const made$ = []; for (const t8 of py.iter(py.range(py.len(layers)))) { const layer = t8; made$.push(workload.of(layer).reduced); } return made$; })();
@@ -2694,6 +2694,7 @@ const demand_of = lema_plan_work_step.demand_of;
 const training_of = stubs.training_of;
 const MicroBatch = lema_plan_work_workload.MicroBatch;
 const Workload = lema_plan_work_workload.Workload;
+const long_head_in_pieces = stubs.long_head_in_pieces;
 const measure = stubs.measure;
 class Planner {
 constructor(config, blueprint, machine_state, workload, timings, shape, processes = 1, device_memory = null, note = "", backend = null, chooses_chunk = false, chooses_keys = false, chooses_tile = false, workload_cache = new Map()) { this.config = config; this.blueprint = blueprint; this.machine_state = machine_state; this.workload = workload; this.timings = timings; this.shape = shape; this.processes = processes; this.device_memory = device_memory; this.note = note; this.backend = backend; this.chooses_chunk = chooses_chunk; this.chooses_keys = chooses_keys; this.chooses_tile = chooses_tile; this.workload_cache = workload_cache; }
@@ -2867,20 +2868,27 @@ const has_addresses = stubs.has_addresses;
 const ConfigError = stubs.ConfigError;
 const MemoryLimitError = stubs.MemoryLimitError;
 const TILES = stubs.TILES;
+const main_dtype = stubs.main_dtype;
 const layers_stay = lema_plan_allocate.layers_stay;
 const untimed = lema_plan_allocate.untimed;
 const whether_recomputed = lema_plan_allocate.whether_recomputed;
 const Blueprint = stubs.Blueprint;
 const seconds = lema_plan_cost.seconds;
 const Planner = lema_plan_needs.Planner;
+const LONGEST = stubs.LONGEST;
+const in_proportion = stubs.in_proportion;
 const StepShape = lema_plan_work_step.StepShape;
+const Timings = lema_plan_work_step.Timings;
+const by_arithmetic = lema_plan_work_step.by_arithmetic;
 const rows_each = lema_plan_work_step.rows_each;
+const Workload = lema_plan_work_workload.Workload;
 const ENOUGH = 512;
 const WORTH_IT = 0.98;
 const LESS = [256, 64];
 const FEW_GROUPS = 8;
 const SETTING = "experts_per_slot";
 const SMALLEST = 256;
+const LARGE = 2048;
 class Choice {
 constructor(rows, chunk_tokens, head_in_pieces = false, experts = 0, runs_again = false, chunk = null, tile = null) { this.rows = rows; this.chunk_tokens = chunk_tokens; this.head_in_pieces = head_in_pieces; this.experts = experts; this.runs_again = runs_again; this.chunk = chunk; this.tile = tile; }
 }
@@ -2933,6 +2941,7 @@ yield* py.iter(py.call(_smaller, [planner, first]));
 }
 }
 }, ["planner"]);
+const with_work = stubs.with_work;
 const best = py.named(function(planner) {
 let fits, in_host, on_device;
 if (!py.t(planner.keys_are_open)) {
@@ -2950,16 +2959,19 @@ return in_host;
 } catch (caught) { if (!(caught instanceof ConfigError)) { throw caught; } }
 return on_device;
 }, ["planner"]);
-const _with_keys = py.named(function(planner, place) {
+const _with_keys = py.named(function(planner, location) {
 let micro_batch;
-micro_batch = py.replace(planner.shape.micro_batch, {host_keys: py.eq(place, "host")});
-return py.replace(planner, {config: py.method(planner.config, 'model_copy', [], {update: new Map([["keys_values", place]])}), shape: py.replace(planner.shape, {micro_batch: micro_batch}), workload: ((planner.workload == null) ? null : planner.work(micro_batch)), chooses_keys: true});
-}, ["planner", "place"]);
+micro_batch = py.replace(planner.shape.micro_batch, {host_keys: py.eq(location, "host")});
+return py.call(_measured, [py.replace(planner, {config: py.method(planner.config, 'model_copy', [], {update: new Map([["keys_values", location]])}), shape: py.replace(planner.shape, {micro_batch: micro_batch}), chooses_keys: true})]);
+}, ["planner", "location"]);
+const _measured = py.named(function(planner) {
+return ((planner.workload == null) ? planner : py.call(with_work, [planner]));
+}, ["planner"]);
 const _best_in_place = py.named(function(planner) {
 let chosen, chunks, config, fits, fitting, sizes, smallest, tiles, uncut;
 config = planner.config;
 tiles = py.eq(config.mlp_tile_tokens, "auto");
-chunks = py.eq(config.sequence_chunk, "auto");
+chunks = py.either(py.eq(config.sequence_chunk, "auto"), () => planner.chooses_chunk);
 if (!(py.t(tiles) || py.t(chunks))) {
 ;[chosen, fits] = py.list(py.call(_first_that_fits, [planner]));
 return [chosen, py.both(fits, () => py.either((!py.t(planner.chooses_keys)), () => py.call(_in_memory, [chosen])))];
@@ -2967,25 +2979,27 @@ return [chosen, py.both(fits, () => py.either((!py.t(planner.chooses_keys)), () 
 if (py.t(tiles)) {
 planner = py.call(_with_tile, [planner, null]);
 }
+smallest = null;
+if (!(py.t(chunks) && py.t(py.call(_exceeds, [planner])))) {
 uncut = (py.t(chunks) ? py.call(_with_chunk, [planner, null]) : planner);
-;[chosen, fits] = py.list(py.call(_first_that_fits, [uncut]));
-if ((py.t(fits) && py.t(py.call(_in_memory, [chosen])))) {
-return [chosen, true];
+if (((fitting = py.call(_fitting, [uncut])) != null)) {
+return [fitting, true];
 }
-smallest = chosen;
+smallest = uncut;
 if ((py.t(tiles) && py.t((sizes = py.call(_tile_sizes, [uncut]))))) {
 if (((fitting = py.call(_largest, [uncut, sizes, _with_tile])) != null)) {
 return [fitting, true];
 }
-smallest = py.item(py.call(_first_that_fits, [py.call(_with_tile, [uncut, py.item(sizes, 0)])]), 0);
+smallest = py.call(_with_tile, [uncut, py.item(sizes, 0)]);
+}
 }
 if ((py.t(chunks) && py.t((sizes = py.call(_sizes, [planner.shape.micro_batch.length]))))) {
 if (((fitting = py.call(_largest, [planner, sizes, _with_chunk])) != null)) {
-return [fitting, true];
+return [py.call(_fastest_chunks, [planner, sizes, fitting]), true];
 }
-smallest = py.item(py.call(_first_that_fits, [py.call(_with_chunk, [planner, py.item(sizes, 0)])]), 0);
+smallest = py.call(_with_chunk, [planner, py.item(sizes, 0)]);
 }
-return [smallest, false];
+return [py.item(py.call(_first_that_fits, [((smallest == null) ? planner : smallest)]), 0), false];
 }, ["planner"]);
 const _sizes = py.named(function(tokens) {
 return (() => { const made$ = []; for (const t3 of py.iter(py.range(py.sub(py.bit_length(SMALLEST), 1), py.bit_length(py.sub(tokens, 1))))) { const power = t3; made$.push(py.shl(1, power)); } return made$; })();
@@ -3011,31 +3025,78 @@ return [];
 return sizes;
 }, ["planner"]);
 const _largest = py.named(function(planner, sizes, with_size) {
-let candidate, fits, fitting, high, low, middle;
+let candidate, high, largest, low, middle;
 ;[low, high] = py.list([0, py.len(sizes)]);
-fitting = null;
+largest = null;
 while (py.lt(low, high)) {
 middle = py.floordiv(py.add(py.add(low, high), 1), 2);
-;[candidate, fits] = py.list(py.call(_first_that_fits, [py.call(with_size, [planner, py.item(sizes, py.sub(middle, 1))], {})]));
-if ((py.t(fits) && py.t(py.call(_in_memory, [candidate])))) {
-fitting = candidate;
-low = middle;
-} else {
+candidate = py.call(_fitting, [py.call(with_size, [planner, py.item(sizes, py.sub(middle, 1))], {})]);
+if ((candidate == null)) {
 high = py.sub(middle, 1);
+} else {
+largest = candidate;
+low = middle;
 }
 }
-return fitting;
+return largest;
 }, ["planner", "sizes", "with_size"]);
+const _fitting = py.named(function(planner) {
+let candidate, fits;
+;[candidate, fits] = py.list(py.call(_first_that_fits, [planner]));
+return ((py.t(fits) && py.t(py.call(_in_memory, [candidate]))) ? candidate : null);
+}, ["planner"]);
+const _fastest_chunks = py.named(function(planner, sizes, largest) {
+let size, smaller;
+size = py.bound(largest.shape.micro_batch, 'chunk');
+if (((planner.timings == null) || py.t(planner.config.deterministic) || (size == null))) {
+return largest;
+}
+smaller = (() => { const made$ = []; for (const t5 of py.iter(sizes)) { const candidate = t5; if ((py.le(LARGE, candidate) && py.lt(candidate, size))) { made$.push(py.call(_fitting, [py.call(_with_chunk, [planner, candidate])])); } } return made$; })();
+return py.call(_fast_enough, [[...py.iter((function*(t6) { for (const t7 of t6) { const fitting = t7; if ((fitting != null)) { yield fitting; } } })(py.iter(smaller))), largest]]);
+}, ["planner", "sizes", "largest"]);
 const _with_tile = py.named(function(planner, tile) {
 let micro_batch;
 micro_batch = py.replace(planner.shape.micro_batch, {tile: tile});
-return py.replace(planner, {config: py.method(planner.config, 'model_copy', [], {update: new Map([["mlp_tile_tokens", tile]])}), shape: py.replace(planner.shape, {micro_batch: micro_batch}), workload: ((planner.workload == null) ? null : planner.work(micro_batch)), timings: null, chooses_tile: true});
+return py.call(_measured, [py.replace(planner, {config: py.method(planner.config, 'model_copy', [], {update: new Map([["mlp_tile_tokens", tile]])}), shape: py.replace(planner.shape, {micro_batch: micro_batch}), timings: null, chooses_tile: true})]);
 }, ["planner", "tile"]);
+const _exceeds = py.named(function(planner) {
+let batch, in_groups, limit, rows, work;
+batch = planner.shape.micro_batch;
+limit = py.either(py.item(py.bound(planner, 'limits'), 0), () => planner.machine_state.free(planner.processes));
+in_groups = py.both((planner.config.experts_per_slot != null), () => planner.blueprint.most_experts);
+if (((planner.workload == null) || py.le(batch.length, py.mul(2, LONGEST)) || py.t(in_groups))) {
+return false;
+}
+rows = py.min([batch.rows, ...py.iter(py.call(_fewer_rows, [planner]))]);
+work = planner.least_work(py.replace(batch, {rows: rows, chunk: null}));
+return (py.lt(0, limit) && py.lt(limit, py.max((function*(t8) { for (const t9 of t8) { const layer = t9; yield py.bound(layer, 'working_bytes'); } })(py.iter(work.works)))));
+}, ["planner"]);
+const _fast_enough = py.named(function(planners) {
+let taken;
+if ((py.eq(py.len(planners), 1) || (py.item(planners, 0).timings == null))) {
+return py.item(planners, (-1));
+}
+taken = (() => { const made$ = []; for (const t10 of py.iter(planners)) { const planner = t10; made$.push(py.call(_seconds, [planner])); } return made$; })();
+return py.item((() => { const made$ = []; for (const t11 of py.iter(py.zip.call({strict: true}, planners, taken))) { const [planner, seconds_taken] = py.list(t11); if (py.le(py.mul(WORTH_IT, seconds_taken), py.min(taken))) { made$.push(planner); } } return made$; })(), (-1));
+}, ["planners"]);
 const _with_chunk = py.named(function(planner, chunk) {
-let micro_batch;
+let micro_batch, work;
 micro_batch = py.replace(planner.shape.micro_batch, {chunk: chunk});
-return py.replace(planner, {config: py.method(planner.config, 'model_copy', [], {update: new Map([["sequence_chunk", chunk]])}), shape: py.replace(planner.shape, {micro_batch: micro_batch}), workload: ((planner.workload == null) ? null : planner.work(micro_batch)), timings: null, chooses_chunk: true});
+work = ((planner.workload == null) ? null : planner.work(micro_batch));
+return py.replace(planner, {config: py.method(planner.config, 'model_copy', [], {update: new Map([["sequence_chunk", chunk]])}), shape: py.replace(planner.shape, {micro_batch: micro_batch}), workload: work, timings: py.call(_timings_of, [planner, work]), chooses_chunk: true});
 }, ["planner", "chunk"]);
+const _timings_of = py.named(function(planner, work) {
+let itemsize, state;
+if (((planner.timings == null) || (planner.workload == null) || (work == null))) {
+return null;
+}
+state = planner.machine_state;
+if (py.eq(state.speeds, "profile")) {
+itemsize = py.call(main_dtype, [planner.blueprint.model]).itemsize;
+return py.call(by_arithmetic, [work, planner.blueprint.layers, state.machine, itemsize]);
+}
+return py.call(in_proportion, [planner.timings, planner.workload, work]);
+}, ["planner", "work"]);
 const _in_memory = py.named(function(planner) {
 let free;
 if ((planner.config.device_memory != null)) {
@@ -3048,16 +3109,16 @@ const _first_that_fits = py.named(function(planner) {
 let candidate, choice, error, fastest, leased, refused;
 refused = null;
 candidate = planner;
-for (const t5 of py.iter(py.call(candidates, [planner]))) { choice = t5;
+for (const t12 of py.iter(py.call(candidates, [planner]))) { choice = t12;
 leased = [choice.head_in_pieces, choice.experts, choice.runs_again];
 if (py.eq(leased, refused)) {
 continue;
 }
 candidate = py.call(cut, [planner, choice]);
-let t6 = false;
+let t13 = false;
 try {
 candidate.needs();
-t6 = true;
+t13 = true;
 }
 catch (caught) {
 if (caught instanceof MemoryLimitError) {
@@ -3066,7 +3127,7 @@ refused = (py.has("device", error.where) ? refused : leased);
 } else
 { throw caught; }
 }
-if (t6) {
+if (t13) {
 fastest = ((candidate.timings == null) ? candidate : py.call(_fastest, [candidate]));
 return [fastest, true];
 }
@@ -3080,20 +3141,21 @@ return planner;
 }
 fastest = planner;
 least = py.call(_seconds, [planner]);
-while (py.t((quicker = (() => { const made$ = []; for (const t7 of py.iter((function*(t8) { for (const t9 of t8) { const choice = t9; yield py.call(cut, [fastest, choice]); } })(py.iter(py.call(_next_smaller, [fastest]))))) { const candidate = t7; if (py.lt((taken = py.call(_seconds, [candidate])), py.mul(WORTH_IT, least))) { made$.push([taken, candidate]); } } return made$; })()))) {
+while (py.t((quicker = (() => { const made$ = []; for (const t14 of py.iter((function*(t15) { for (const t16 of t15) { const choice = t16; yield py.call(cut, [fastest, choice]); } })(py.iter(py.call(_next_smaller, [fastest]))))) { const candidate = t14; if (py.lt((taken = py.call(_seconds, [candidate])), py.mul(WORTH_IT, least))) { made$.push([taken, candidate]); } } return made$; })()))) {
 ;[least, fastest] = py.list(py.min.call({key: ((pair) => (py.item(pair, 0)))}, quicker));
 }
 return fastest;
 }, ["planner"]);
 const seconds_decide = py.named(function(planner) {
-let allocation, demand, limit, recompute, stay;
+let allocation, chunk, demand, limit, recompute, stay;
 limit = planner.config.device_memory;
 recompute = py.call(whether_recomputed, [planner.config]);
 if (((limit == null) || (recompute === false))) {
 return false;
 }
 if ((planner.config.sequence_chunk != null)) {
-return false;
+chunk = py.bound(planner.shape.micro_batch, 'chunk');
+return py.both(planner.chooses_chunk, () => py.both(py.ne(limit, "auto"), () => py.both((chunk != null), () => py.gt(chunk, LARGE))));
 }
 if (py.t(recompute)) {
 return py.ne(limit, "auto");
@@ -3120,24 +3182,24 @@ const _smaller = py.named(function*(planner, first) {
 let choices, counts, enough, length, row_counts, tokens;
 length = planner.shape.micro_batch.length;
 counts = [first.rows, ...py.iter(py.call(_fewer_rows, [planner]))];
-enough = py.max(1, py.sum((function*(t11) { for (const t12 of t11) { const rows = t12; yield py.ge(py.mul(rows, length), ENOUGH); } })(py.iter(counts))));
-for (const t13 of py.iter([py.slice(counts, null, enough, null), ...py.iter((function*(t14) { for (const t15 of t14) { const rows = t15; yield [rows]; } })(py.iter(py.slice(counts, enough, null, null))))])) { row_counts = t13;
-choices = (() => { const made$ = []; for (const t16 of py.iter(row_counts)) { const rows = t16; made$.push(py.replace(first, {rows: rows})); } return made$; })();
+enough = py.max(1, py.sum((function*(t18) { for (const t19 of t18) { const rows = t19; yield py.ge(py.mul(rows, length), ENOUGH); } })(py.iter(counts))));
+for (const t20 of py.iter([py.slice(counts, null, enough, null), ...py.iter((function*(t21) { for (const t22 of t21) { const rows = t22; yield [rows]; } })(py.iter(py.slice(counts, enough, null, null))))])) { row_counts = t20;
+choices = (() => { const made$ = []; for (const t23 of py.iter(row_counts)) { const rows = t23; made$.push(py.replace(first, {rows: rows})); } return made$; })();
 yield* py.iter(choices);
-for (const t17 of py.iter(LESS)) { tokens = t17;
-yield* py.iter((function*(t18) { for (const t19 of t18) { const choice = t19; if (py.has(tokens, py.call(_smaller_chunks, [py.call(cut, [planner, choice])]))) { yield py.replace(choice, {chunk_tokens: tokens}); } } })(py.iter(choices)));
+for (const t24 of py.iter(LESS)) { tokens = t24;
+yield* py.iter((function*(t25) { for (const t26 of t25) { const choice = t26; if (py.has(tokens, py.call(_smaller_chunks, [py.call(cut, [planner, choice])]))) { yield py.replace(choice, {chunk_tokens: tokens}); } } })(py.iter(choices)));
 }
 }
 }, ["planner", "first"]);
 const _next_smaller = py.named(function*(planner) {
 let choice, rows, tokens;
 choice = py.call(choice_of, [planner]);
-for (const t20 of py.iter(py.slice(py.call(_fewer_rows, [planner]), null, 1, null))) { rows = t20;
+for (const t27 of py.iter(py.slice(py.call(_fewer_rows, [planner]), null, 1, null))) { rows = t27;
 if (py.ge(py.mul(rows, planner.shape.micro_batch.length), ENOUGH)) {
 yield py.replace(choice, {rows: rows});
 }
 }
-for (const t21 of py.iter(py.call(_smaller_chunks, [planner]))) { tokens = t21;
+for (const t28 of py.iter(py.call(_smaller_chunks, [planner]))) { tokens = t28;
 if (py.eq(tokens, py.item(LESS, 0))) {
 yield py.replace(choice, {chunk_tokens: tokens});
 }
@@ -3167,7 +3229,7 @@ return [];
 if (py.le(planner.demand().working_bytes, work.most(0, planner.shape.num_micro_batches))) {
 return [];
 }
-return (() => { const made$ = []; for (const t22 of py.iter(LESS)) { const tokens = t22; if (py.lt(tokens, planner.shape.micro_batch.tokens)) { made$.push(tokens); } } return made$; })();
+return (() => { const made$ = []; for (const t29 of py.iter(LESS)) { const tokens = t29; if (py.lt(tokens, planner.shape.micro_batch.tokens)) { made$.push(tokens); } } return made$; })();
 }, ["planner"]);
 const _heads = py.named(function(blueprint) {
 if ((blueprint.head_in_pieces != null)) {
@@ -3201,10 +3263,10 @@ return null;
 throw py.call(ConfigError, [["experts cannot be leased in groups: ", py.format(why, "")].join('')], {where: SETTING, how: "set it to null"});
 }
 most = blueprint.most_experts;
-sizes = (py.t(py.isinstance(asked, py.int)) ? [asked] : (() => { const made$ = []; for (const t23 of py.iter(py.range(1, py.bit_length(most)))) { const halved = t23; made$.push(py.shr(most, halved)); } return made$; })());
-groups = (() => { const made$ = []; for (const t24 of py.iter(sizes)) { const size = t24; if ((!py.t(automatic) || py.ge(py.mul(size, FEW_GROUPS), most))) { made$.push([size, false]); } } return made$; })();
-groups = py.add(groups, (() => { const made$ = []; for (const t25 of py.iter(sizes)) { const size = t25; made$.push([size, true]); } return made$; })());
-for (const t26 of py.iter(groups)) { ;[size, runs_again] = py.list(t26);
+sizes = (py.t(py.isinstance(asked, py.int)) ? [asked] : (() => { const made$ = []; for (const t30 of py.iter(py.range(1, py.bit_length(most)))) { const halved = t30; made$.push(py.shr(most, halved)); } return made$; })());
+groups = (() => { const made$ = []; for (const t31 of py.iter(sizes)) { const size = t31; if ((!py.t(automatic) || py.ge(py.mul(size, FEW_GROUPS), most))) { made$.push([size, false]); } } return made$; })();
+groups = py.add(groups, (() => { const made$ = []; for (const t32 of py.iter(sizes)) { const size = t32; made$.push([size, true]); } return made$; })());
+for (const t33 of py.iter(groups)) { ;[size, runs_again] = py.list(t33);
 try {
 blueprint.parts_of(size);
 }
@@ -3231,9 +3293,9 @@ without_experts = ["a ", py.format(model_class, ""), " has no stacked experts, o
 other_rows = ["objective: ", py.format(config.objective, ""), " has other rows than those that train"].join('');
 lacks_addresses = py.both((backend != null), () => (!py.t(py.call(has_addresses, [backend.device]))));
 reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], ["context_parallel_size takes parts of rows through whole layers", (config.context_parallel_size != null)], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
-return py.next((function*(t28) { for (const t29 of t28) { const [what, applies] = py.list(t29); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
+return py.next((function*(t35) { for (const t36 of t35) { const [what, applies] = py.list(t36); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
 }, ["planner"]);
-return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, SMALLEST, WORTH_IT, _best_in_place, _expert_groups, _fastest, _fewer_rows, _first_that_fits, _heads, _in_groups, _in_memory, _largest, _next_smaller, _seconds, _sizes, _smaller, _smaller_chunks, _tile_sizes, _why_not_grouped, _with_chunk, _with_head, _with_keys, _with_tile, best, candidates, choice_of, cut, seconds_decide};
+return {Choice, ENOUGH, FEW_GROUPS, LARGE, LESS, SETTING, SMALLEST, WORTH_IT, _best_in_place, _exceeds, _expert_groups, _fast_enough, _fastest, _fastest_chunks, _fewer_rows, _first_that_fits, _fitting, _heads, _in_groups, _in_memory, _largest, _measured, _next_smaller, _seconds, _sizes, _smaller, _smaller_chunks, _tile_sizes, _timings_of, _why_not_grouped, _with_chunk, _with_head, _with_keys, _with_tile, best, candidates, choice_of, cut, seconds_decide, with_work};
 })();
 const lema_plan_plan = (() => {
 const math = stubs.math;

@@ -328,8 +328,8 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Tokens of a sequence that go through a layer at once: longer sequences go through each layer
     in chunks, of which only one has activations at a time. Weights are read twice in a step all the
     same. Losses and gradients change by rounding, and with dropout also the random numbers. auto:
-    the largest power of two with which a step fits into `device_memory`, or whole sequences if they
-    fit; a resumed run keeps it. null: whole sequences."""
+    whole sequences if a step fits into `device_memory` with them, else the power of two with which
+    one fits and is fastest; a resumed run keeps it. null: whole sequences."""
     keys_values: Reported[Literal["auto", "device", "host"]] = "auto"
     """Where keys and values of the layer at work, and sums of their gradients, wait while rows go
     through it in chunks (`sequence_chunk`): `device`, or `host`, from where attention has a few

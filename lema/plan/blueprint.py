@@ -84,6 +84,8 @@ class Blueprint:
     runs_again: bool = False
     # by micro-batch and experts in a group, bytes that wait for these, as far as known
     waiting: dict[Any, Any] = field(default_factory=dict)
+    # by rows, length and tokens of a chunk, what chunks take, as far as known
+    chunk_runs: dict[Any, Any] = field(default_factory=dict)
     parts_by_size: dict[int, ExpertParts] = field(default_factory=dict)  # what was cut already
     # whether the head is leased in pieces; None: it is not decided
     head_in_pieces: bool | None = None

@@ -15,13 +15,16 @@ from typing import Literal
 from lema.backend.registry import has_addresses
 from lema.errors import ConfigError, MemoryLimitError
 from lema.model.layers.tiles import TILES
+from lema.model.skeleton import main_dtype
 from lema.plan.allocate import layers_stay, untimed, whether_recomputed
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import seconds
 from lema.plan.needs import Planner
-from lema.plan.work.step import StepShape, rows_each
+from lema.plan.work.long_rows import LONGEST, in_proportion
+from lema.plan.work.step import StepShape, Timings, by_arithmetic, rows_each
+from lema.plan.work.workload import Workload
 
-__all__ = ["Choice", "best", "candidates", "choice_of", "cut", "seconds_decide"]
+__all__ = ["Choice", "best", "candidates", "choice_of", "cut", "seconds_decide", "with_work"]
 
 
 ENOUGH = 512  # tokens of a micro-batch: one of fewer computes slower than its tokens tell
@@ -32,6 +35,7 @@ LESS = (256, 64)
 FEW_GROUPS = 8
 SETTING = "experts_per_slot"
 SMALLEST = 256  # tokens of a chunk or a tile: those of fewer compute slower than they tell
+LARGE = 2048  # tokens of a chunk: products of fewer are slower than profiles and timings tell
 
 
 @dataclass(frozen=True)
@@ -142,14 +146,29 @@ def candidates(planner: Planner) -> Iterator[Choice]:
             yield from _smaller(planner, first)
 
 
+def with_work(planner: Planner) -> Planner:
+    """Return the planner with what a micro-batch costs. Long rows whose chunks are still to be
+    chosen are in the smallest ones meanwhile: as they are, they would take long to run.
+
+    Raises:
+        ModelError: it cannot be told.
+    """
+    batch = planner.shape.micro_batch
+    if planner.config.sequence_chunk == "auto" and batch.length > 2 * LONGEST:
+        batch = replace(batch, chunk=SMALLEST)
+    return replace(planner, workload=planner.work(batch))
+
+
 def best(planner: Planner) -> Planner:
     """Return the planner of the first candidate that fits, and if seconds are known of a faster
     one; if none fits that of the last, which says so when it is asked for its needs.
 
     Where the settings leave it open, rows go through layers as they are if any candidate fits so,
-    else with MLPs in the largest tiles, else in the largest chunks with which one does; and keys
-    and values of the layer at work are on the device if a candidate fits so, else in host memory if
-    one does only then."""
+    else with MLPs in the largest tiles with which one does. Else they go in the largest chunks with
+    which one fits, or if seconds are known in the largest with which a step is about as fast as
+    with any: large ones leave less room for layers that stay on the device, and attend to more
+    tokens that no token of theirs sees. Keys and values of the layer at work are on the device if a
+    candidate fits so, else in host memory if one does only then."""
     if not planner.keys_are_open:
         return _best_in_place(planner)[0]
     on_device, fits = _best_in_place(_with_keys(planner, "device"))
@@ -162,16 +181,23 @@ def best(planner: Planner) -> Planner:
     return on_device
 
 
-def _with_keys(planner: Planner, place: Literal["device", "host"]) -> Planner:
-    """Return the planner of the same steps with keys and values at a place."""
-    micro_batch = replace(planner.shape.micro_batch, host_keys=place == "host")
-    return replace(
-        planner,
-        config=planner.config.model_copy(update={"keys_values": place}),
-        shape=replace(planner.shape, micro_batch=micro_batch),
-        workload=None if planner.workload is None else planner.work(micro_batch),
-        chooses_keys=True,
+def _with_keys(planner: Planner, location: Literal["device", "host"]) -> Planner:
+    """Return the planner of the same steps with keys and values on the device or in host memory."""
+    micro_batch = replace(planner.shape.micro_batch, host_keys=location == "host")
+    return _measured(
+        replace(
+            planner,
+            config=planner.config.model_copy(update={"keys_values": location}),
+            shape=replace(planner.shape, micro_batch=micro_batch),
+            chooses_keys=True,
+        )
     )
+
+
+def _measured(planner: Planner) -> Planner:
+    """Return the planner of changed steps with what they cost, if a planner knows what steps
+    cost."""
+    return planner if planner.workload is None else with_work(planner)
 
 
 def _best_in_place(planner: Planner) -> tuple[Planner, bool]:
@@ -179,27 +205,28 @@ def _best_in_place(planner: Planner) -> tuple[Planner, bool]:
     fits."""
     config = planner.config
     tiles = config.mlp_tile_tokens == "auto"
-    chunks = config.sequence_chunk == "auto"
+    chunks = config.sequence_chunk == "auto" or planner.chooses_chunk
     if not (tiles or chunks):
         chosen, fits = _first_that_fits(planner)
         # of the settings without a limit, what does not fit is told when it does not
         return chosen, fits and (not planner.chooses_keys or _in_memory(chosen))
     if tiles:
         planner = _with_tile(planner, None)
-    uncut = _with_chunk(planner, None) if chunks else planner
-    chosen, fits = _first_that_fits(uncut)
-    if fits and _in_memory(chosen):
-        return chosen, True
-    smallest = chosen
-    if tiles and (sizes := _tile_sizes(uncut)):
-        if (fitting := _largest(uncut, sizes, _with_tile)) is not None:
+    smallest = None
+    if not (chunks and _exceeds(planner)):
+        uncut = _with_chunk(planner, None) if chunks else planner
+        if (fitting := _fitting(uncut)) is not None:
             return fitting, True
-        smallest = _first_that_fits(_with_tile(uncut, sizes[0]))[0]
+        smallest = uncut
+        if tiles and (sizes := _tile_sizes(uncut)):
+            if (fitting := _largest(uncut, sizes, _with_tile)) is not None:
+                return fitting, True
+            smallest = _with_tile(uncut, sizes[0])
     if chunks and (sizes := _sizes(planner.shape.micro_batch.length)):
         if (fitting := _largest(planner, sizes, _with_chunk)) is not None:
-            return fitting, True
-        smallest = _first_that_fits(_with_chunk(planner, sizes[0]))[0]
-    return smallest, False
+            return _fastest_chunks(planner, sizes, fitting), True
+        smallest = _with_chunk(planner, sizes[0])
+    return _first_that_fits(planner if smallest is None else smallest)[0], False
 
 
 def _sizes(tokens: int) -> list[int]:
@@ -231,42 +258,111 @@ def _largest(
         with_size: returns the planner of the same steps with one.
     """
     low, high = 0, len(sizes)  # of the sizes, as many fit
-    fitting = None
+    largest = None
     while low < high:
         middle = (low + high + 1) // 2
-        candidate, fits = _first_that_fits(with_size(planner, sizes[middle - 1]))
-        if fits and _in_memory(candidate):
-            fitting = candidate
-            low = middle
-        else:
+        candidate = _fitting(with_size(planner, sizes[middle - 1]))
+        if candidate is None:
             high = middle - 1
-    return fitting
+        else:
+            largest = candidate
+            low = middle
+    return largest
+
+
+def _fitting(planner: Planner) -> Planner | None:
+    """Return the planner of the first candidate that fits; None: none does."""
+    candidate, fits = _first_that_fits(planner)
+    return candidate if fits and _in_memory(candidate) else None
+
+
+def _fastest_chunks(planner: Planner, sizes: Sequence[int], largest: Planner) -> Planner:
+    """Return the planner of chunks with which steps take hardly longer than with the fastest ones:
+    the largest such ones. Where no seconds are known, these are the largest that fit.
+
+    Args:
+        planner: of steps whose chunks are still to be chosen.
+        sizes: of chunks.
+        largest: of steps in the largest chunks that fit.
+    """
+    size = largest.shape.micro_batch.chunk
+    if planner.timings is None or planner.config.deterministic or size is None:
+        return largest
+    smaller = [
+        _fitting(_with_chunk(planner, candidate))
+        for candidate in sizes
+        if LARGE <= candidate < size
+    ]
+    return _fast_enough([*(fitting for fitting in smaller if fitting is not None), largest])
 
 
 def _with_tile(planner: Planner, tile: int | None) -> Planner:
     """Return the planner of the same steps with MLPs in tiles of a size; None: without."""
     micro_batch = replace(planner.shape.micro_batch, tile=tile)
-    return replace(
-        planner,
-        config=planner.config.model_copy(update={"mlp_tile_tokens": tile}),
-        shape=replace(planner.shape, micro_batch=micro_batch),
-        workload=None if planner.workload is None else planner.work(micro_batch),
-        timings=None,
-        chooses_tile=True,
+    return _measured(
+        replace(
+            planner,
+            config=planner.config.model_copy(update={"mlp_tile_tokens": tile}),
+            shape=replace(planner.shape, micro_batch=micro_batch),
+            timings=None,
+            chooses_tile=True,
+        )
     )
+
+
+def _exceeds(planner: Planner) -> bool:
+    """Whether long rows are sure not to fit as they are, which is told by shorter ones: what grows
+    with the square of their length is not counted."""
+    batch = planner.shape.micro_batch
+    limit = planner.limits[0] or planner.machine_state.free(planner.processes)
+    in_groups = planner.config.experts_per_slot is not None and planner.blueprint.most_experts
+    if planner.workload is None or batch.length <= 2 * LONGEST or in_groups:
+        return False  # groups of experts take less at once
+    rows = min([batch.rows, *_fewer_rows(planner)])
+    work = planner.least_work(replace(batch, rows=rows, chunk=None))
+    return 0 < limit < max(layer.working_bytes for layer in work.works)
+
+
+def _fast_enough(planners: Sequence[Planner]) -> Planner:
+    """Return the last planner of those whose steps take hardly longer than the fastest one's; where
+    no seconds are known, the last of all.
+
+    Args:
+        planners: by how much they compute at once.
+    """
+    if len(planners) == 1 or planners[0].timings is None:
+        return planners[-1]
+    taken = [_seconds(planner) for planner in planners]
+    return [
+        planner
+        for planner, seconds_taken in zip(planners, taken, strict=True)
+        if WORTH_IT * seconds_taken <= min(taken)
+    ][-1]
 
 
 def _with_chunk(planner: Planner, chunk: int | None) -> Planner:
     """Return the planner of the same steps in chunks of a size; None: of whole rows."""
     micro_batch = replace(planner.shape.micro_batch, chunk=chunk)
+    work = None if planner.workload is None else planner.work(micro_batch)
     return replace(
         planner,
         config=planner.config.model_copy(update={"sequence_chunk": chunk}),
         shape=replace(planner.shape, micro_batch=micro_batch),
-        workload=None if planner.workload is None else planner.work(micro_batch),
-        timings=None,
+        workload=work,
+        timings=_timings_of(planner, work),
         chooses_chunk=True,
     )
+
+
+def _timings_of(planner: Planner, work: Workload | None) -> Timings | None:
+    """Return the seconds of the same rows in other chunks; None: they are not known."""
+    if planner.timings is None or planner.workload is None or work is None:
+        return None
+    state = planner.machine_state
+    if state.speeds == "profile":
+        itemsize = main_dtype(planner.blueprint.model).itemsize
+        return by_arithmetic(work, planner.blueprint.layers, state.machine, itemsize)
+    return in_proportion(planner.timings, planner.workload, work)
 
 
 def _in_memory(planner: Planner) -> bool:
@@ -322,7 +418,9 @@ def seconds_decide(planner: Planner) -> bool:
     if limit is None or recompute is False:
         return False
     if planner.config.sequence_chunk is not None:
-        return False  # because a whole row, which would be timed, need not fit
+        # rows as they are, which would be timed, need not fit; nor would chunks be of less
+        chunk = planner.shape.micro_batch.chunk
+        return planner.chooses_chunk and limit != "auto" and chunk is not None and chunk > LARGE
     if recompute:
         return limit != "auto"
     demand = untimed(planner.demand())

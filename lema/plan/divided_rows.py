@@ -15,8 +15,7 @@ __all__ = ["divided_note", "in_parts"]
 
 def in_parts(config: LemaConfig, positions: int | None) -> LemaConfig:
     """Return the settings by which a run is planned: with the parts that a process has of a row as
-    chunks of it, where processes divide rows. What it keeps of all layers is counted as of whole
-    rows, which is more than it keeps.
+    chunks of it, where processes divide rows.
 
     Args:
         config: of the run.

@@ -43,6 +43,9 @@ __all__ = [
 ]
 
 
+LEARNING = 512  # tokens of a row, by which a router says how many experts a token has
+
+
 @dataclass(frozen=True)
 class Waiting:
     """One micro-batch in a layer whose experts are leased in groups, in bytes."""
@@ -283,6 +286,7 @@ def active_experts(blueprint: Blueprint, layer: int, batch: MicroBatch) -> int:
     values.
     """
     split = Split(blueprint.model, load("cpu"), cast=blueprint.cast)
+    batch = replace(batch, length=min(batch.length, LEARNING))  # as many as of any row
     seen = list[int]()
 
     def observe(hidden: Any, chosen: Any, *_: Any) -> Any:

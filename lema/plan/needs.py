@@ -35,7 +35,7 @@ from lema.plan.work.chunk_work import in_chunks
 from lema.plan.work.long_rows import lengthened, run_length
 from lema.plan.work.step import StepShape, Timings, demand_of
 from lema.plan.work.trainable_bytes import training_of
-from lema.plan.work.workload import MicroBatch, Workload, measure
+from lema.plan.work.workload import MicroBatch, Workload, long_head_in_pieces, measure
 
 __all__ = ["Planner", "StepNeeds"]
 
@@ -147,24 +147,48 @@ class Planner:
             batch = replace(batch, tile=None)
         key = (batch, chunk, bool(drawn.pieces))
         if key not in self.workload_cache:
-            if batch.is_cut:
-                length = run_length(batch.length)
-                short = replace(batch, length=length, chunk=None, host_keys=False)
-                double = replace(short, length=2 * short.length)
-                factor = batch.length / short.length
-                work = lengthened(self._run(short, chunk), self._run(double, chunk), factor)
-                config = self.config
-                on_device = config.cache_frozen_prefix or config.context_parallel_size is not None
-                work = in_chunks(work, drawn.split, drawn.layers, batch, rows_on_device=on_device)
-            else:
-                work = self._run(replace(batch, chunk=None, host_keys=False), chunk)
-            self.workload_cache[key] = work
+            uncut = replace(batch, chunk=None, host_keys=False)
+            self.workload_cache[key] = (
+                self._cut_work(batch, chunk) if batch.is_cut else self._run(uncut, chunk)
+            )
         return with_waiting(self.blueprint, batch, self.workload_cache[key])
 
-    def _run(self, batch: MicroBatch, chunk_tokens: int) -> Workload:
-        """Run a micro-batch of whole rows without values, unless one like it has been run."""
+    def least_work(self, batch: MicroBatch, chunk_tokens: int | None = None) -> Workload:
+        """Return what a micro-batch of whole rows costs by what shorter ones do: its operations,
+        and its bytes without those that grow with the square of a row's length."""
+        chunk = chunk_tokens or self.config.loss_chunk_tokens or CHUNK_TOKENS
+        length = run_length(batch.length, chunk)
+        short, double = (
+            self._run(
+                replace(batch, length=times * length, chunk=None, host_keys=False), chunk, cut=True
+            )
+            for times in (1, 2)
+        )
+        return lengthened(short, double, batch.length / length)
+
+    def _cut_work(self, batch: MicroBatch, chunk_tokens: int) -> Workload:
+        """Return what a micro-batch costs whose rows go through layers in chunks, from what shorter
+        rows and smaller chunks do."""
         drawn = self.blueprint
-        head = drawn.head if drawn.pieces else None  # which takes longest, and most heads fit whole
+        config = self.config
+        work = self.least_work(batch, chunk_tokens)
+        if drawn.pieces:
+            pieces = long_head_in_pieces(drawn.split, drawn.layers, batch, chunk_tokens, drawn.head)
+            work = replace(work, pieces=pieces)
+        on_device = config.cache_frozen_prefix or config.context_parallel_size is not None
+        return in_chunks(
+            *(work, drawn.split, drawn.layers, batch),
+            rows_on_device=on_device,
+            processes=config.context_parallel_size or 1,
+            runs=drawn.chunk_runs,
+        )
+
+    def _run(self, batch: MicroBatch, chunk_tokens: int, *, cut: bool = False) -> Workload:
+        """Run a micro-batch of whole rows without values, unless one like it has been run; if it
+        stands for rows that are `cut`, pieces of the head are left out."""
+        drawn = self.blueprint
+        # which takes longest, and most heads fit whole
+        head = drawn.head if drawn.pieces and not cut else None
         key = (batch, chunk_tokens, head is not None)
         if key not in self.workload_cache:
             measured = next(

@@ -21,7 +21,7 @@ from lema.errors import ModelError
 from lema.model.partition import planned_parallel
 from lema.model.skeleton import main_dtype
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.choice import best, seconds_decide
+from lema.plan.choice import best, seconds_decide, with_work
 from lema.plan.divided_rows import in_parts
 from lema.plan.groups import active_experts
 from lema.plan.machine import (
@@ -103,7 +103,7 @@ def planner_of(
             planner if workload_cache is None else replace(planner, workload_cache=workload_cache)
         )
         try:
-            planner = best(replace(planner, workload=planner.work(shape.micro_batch)))
+            planner = best(with_work(planner))
         except ModelError as error:
             if strict:
                 raise
@@ -176,12 +176,12 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
             and not planner.surely_fits
         ):
             with suppress(ModelError):  # then weights and what trains count
-                planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
+                planner = with_work(planner)
         return best(unlimited if config.device_memory == "auto" else planner)
     if not limited and not machine_state.resident_fraction and planner.surely_fits:
         return best(planner)
     try:
-        planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
+        planner = with_work(planner)
     except ModelError as error:
         if limited or machine_state.resident_fraction:
             instead = (

@@ -1,4 +1,6 @@
-"""`sequence_chunk: auto` is the largest power of two that fits, or none, and a run keeps it."""
+"""`sequence_chunk: auto` is a power of two that fits, or none: the largest with which a step is about
+as fast as with any, and the largest of all where seconds do not count. A run keeps it.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +15,13 @@ from transformers import LlamaConfig
 
 from lema import LemaConfig, LemaModel
 from lema.errors import MemoryLimitError
+from lema.model.sequence.chunks import ChunkedRows
 from lema.plan import make_plan
-from lema.plan.machine import profile
+from lema.plan.cost import Speeds, seconds
+from lema.plan.machine import Machine, profile
 from lema.plan.plan import Plan
 from lema.plan.planner import Planner
+from lema.plan.work import chunk_work
 from lema.train.checkpoint.resume import as_begun, settings_then
 from lema.train.run import train
 
@@ -32,11 +37,16 @@ def hollow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hollow(tmp_path_factory.mktemp("hollow"), shape)
 
 
-def planned(directory: Path, limit: str | None, **changes: Any) -> tuple[Plan, Planner]:
+CARD = profile("4090")
+
+
+def planned(
+    directory: Path, limit: str | None, machine: Machine = CARD, **changes: Any
+) -> tuple[Plan, Planner]:
     options: dict[str, Any] = {"max_length": LENGTH, "micro_batch_size": 1, "batch_size": 1}
     options |= {"sequence_chunk": "auto", "boundary_activations": "host"}
     options |= {"gradient_checkpointing": True, "device_memory": limit, **changes}
-    return make_plan(LemaConfig(str(directory), device="cpu", **options), profile("4090"))
+    return make_plan(LemaConfig(str(directory), device="cpu", **options), machine)
 
 
 def fits(directory: Path, limit: str, chunk: int | None) -> bool:
@@ -57,7 +67,7 @@ def test_it_is_none_where_whole_rows_fit(hollow: Path) -> None:
 
 def test_it_is_the_largest_power_of_two_that_fits(hollow: Path) -> None:
     limit = "700MB"
-    plan, planner = planned(hollow, limit)
+    plan, planner = planned(hollow, limit, deterministic=True)
     chunk = plan.micro_batch.chunk
     assert chunk is not None
     assert chunk & (chunk - 1) == 0
@@ -67,9 +77,63 @@ def test_it_is_the_largest_power_of_two_that_fits(hollow: Path) -> None:
     assert planner.chosen["sequence_chunk"] == chunk
     assert sum(plan.memory.device.values()) <= 700e6
     assert any(f"chunks of {chunk:,}" in note for note in plan.notes)
-    less = planned(hollow, "500MB")[0].micro_batch.chunk
+    less = planned(hollow, "500MB", deterministic=True)[0].micro_batch.chunk
     assert less is not None
     assert less <= chunk
+
+
+def test_where_seconds_count_it_is_the_largest_that_is_about_as_fast_as_any(hollow: Path) -> None:
+    """A slow link, so that layers that stay on the device save time, and large chunks leave them
+    no room."""
+    limit = "700MB"
+    slow = replace(CARD, speeds=Speeds(1e9, 1e8))
+    sizes = [size for size in (2048, 4096, 8192) if fits(hollow, limit, size)]
+    plans = {size: planned(hollow, limit, slow, sequence_chunk=size)[0] for size in sizes}
+    taken = {
+        size: seconds(plan.needs.demand, plan.allocation, slow.speeds)
+        for size, plan in plans.items()
+    }
+    fastest = min(taken.values())
+    largest = max(size for size in sizes if 0.98 * taken[size] <= fastest)
+    plan = planned(hollow, limit, slow)[0]
+    assert plan.micro_batch.chunk == largest < max(sizes)
+    residents = plan.allocation.residents
+    assert len(residents) > len(plans[max(sizes)].allocation.residents)
+    assert plan.step.seconds < plans[max(sizes)].step.seconds
+
+
+def test_where_only_small_chunks_fit_it_is_the_largest_of_them(hollow: Path) -> None:
+    limit = "300MB"
+    chunk = planned(hollow, limit)[0].micro_batch.chunk
+    assert chunk is not None
+    assert chunk < 2048
+    assert not fits(hollow, limit, 2 * chunk)
+
+
+def test_what_large_chunks_take_is_told_by_smaller_ones(
+    hollow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of many tokens are not run without values, and neither are large chunks."""
+    run = list[int]()
+    front = ChunkedRows.front
+
+    def noted(rows: ChunkedRows, chunk: int, *args: Any, **options: Any) -> Any:
+        run.append(rows.spans[chunk].stop - rows.spans[chunk].start)
+        return front(rows, chunk, *args, **options)
+
+    monkeypatch.setattr(ChunkedRows, "front", noted)
+    planner = planned(hollow, None, sequence_chunk=8192)[1]
+    assert planner.workload is not None
+    assert max(run) == 4096
+    scaled = planner.workload.works[0]
+    monkeypatch.setattr(chunk_work, "LARGEST", 8192)
+    planner = planned(hollow, None, sequence_chunk=8192)[1]
+    assert planner.workload is not None
+    assert max(run) == 8192
+    shown = planner.workload.works[0]
+    assert scaled.chunk_bytes == pytest.approx(shown.chunk_bytes, rel=1e-3)
+    assert scaled.keys_values_bytes == shown.keys_values_bytes
+    assert scaled.recompute == pytest.approx(shown.recompute, rel=1e-6)
 
 
 def test_of_a_device_without_a_limit_it_goes_by_its_size(hollow: Path) -> None:
@@ -89,7 +153,7 @@ def test_where_no_chunk_fits_memory_is_what_is_short(hollow: Path) -> None:
 
 
 def test_longer_rows_cost_what_shorter_ones_say(hollow: Path) -> None:
-    """Rows of 16,384 tokens are run in the place of longer ones."""
+    """Rows of 4,096 tokens are run in the place of longer ones."""
     plan, _ = planned(hollow, "auto", sequence_chunk=1024, max_length=LENGTH)
     longer, planner = planned(hollow, "auto", sequence_chunk=1024, max_length=4 * LENGTH)
     work = planner.workload

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from imagerows import STREAMED_IMAGES, TOWERLESS, image_batch, publish_with_images
+from lema.data.images.rows import RowImages
 from mediasteps import opened, settings
 from packedways import step_of
 from parity import Outcome, all_gradients, relative_difference
@@ -18,7 +19,6 @@ from publishedclass import published_class
 from torch import Tensor
 from transformers import AutoConfig
 
-from lema.data.images.rows import RowImages
 from lema.engine.packing import check_packing
 from lema.errors import ConfigError
 from lema.model.inputs import IMAGES

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,17 +19,23 @@ from torch import Tensor
 from lema.config.units import human_bytes
 from lema.model import Split
 from lema.model.capture import tensors_in
+from lema.model.sequence.cache import StatesComplete
 from lema.model.sequence.chunks import MOST_IN_HOST, ChunkedRows, most_of_calls
 from lema.model.sequence.host_keys import HostKeys, HostStates
 from lema.model.sequence.token_inputs import TokenInputs
 from lema.plan.work.carrier import CarrierWithoutValues
 from lema.plan.work.meter import Tally, without_values
-from lema.plan.work.workload import LayerWork, MicroBatch, Workload, fake_weights, learn
+from lema.plan.work.workload import LayerWork, MicroBatch, Workload, fake_weights, grown, learn
 from lema.stream.placement import LayerBytes
 
-__all__ = ["chunks_note", "in_chunks"]
+__all__ = ["ChunkRun", "chunks_note", "in_chunks"]
 
+LARGEST = 4096  # tokens of a chunk that is run without values; of larger ones it is told by smaller
+NEAR = 0.01  # of the bytes of a chunk: more is no even growth
 KEYS_IN_HOST = "keys and values of a layer wait in host memory, block by block"
+
+Runs: TypeAlias = "dict[MicroBatch, ChunkRun]"
+"""What chunks of a model have shown, by the micro-batch."""
 
 
 def in_chunks(
@@ -37,6 +45,8 @@ def in_chunks(
     batch: MicroBatch,
     *,
     rows_on_device: bool = False,
+    processes: int = 1,
+    runs: Runs | None = None,
 ) -> Workload:
     """Return what a micro-batch costs that goes through layers in chunks.
 
@@ -46,50 +56,150 @@ def in_chunks(
         layers: what they have on the device.
         batch: the micro-batch.
         rows_on_device: whether something needs hidden states of whole rows on the device.
+        processes: that divide each row, of which one has such a part of its chunks.
+        runs: what chunks of this model have shown; what is run is added.
 
     Raises:
         ConfigError: the model's layers cannot be cut.
     """
     if batch.chunk is None or not batch.is_cut:
         return work
-    with without_values(split.model), split.tiles.sized(batch.tile):
-        learn(split, layers)
-        # Packs are not looked for, because that is a question about values. Masks are as large.
-        inputs = {"input_ids": torch.ones(batch.rows, batch.length, dtype=torch.long)}
-        rows = split.rows_in_chunks(TokenInputs(inputs), batch.chunk)
-        with Tally(split.parallel) as tally:
-            tally.leave_out([*inputs.values(), *split.model.parameters(), *split.model.buffers()])
-            prelude = rows.front(len(rows.spans) - 1)
-            peak = tally.peak
-        of_calls = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-            for call in prelude.calls
-            for tensor in tensors_in(call.captured_values)
-            if tally.counts(tensor)
-        }
-        terms = [
-            _terms(split, work.kinds.index(kind), layers, rows, work, host_keys=batch.host_keys)
-            for kind in range(len(work.works))
-        ]
-        seen = [
-            _without_unseen(layer, rows, split.sequence_kinds()[work.kinds.index(kind)].window)
-            for kind, layer in enumerate(work.works)
-        ]
+    runs = {} if runs is None else runs
+    if batch not in runs:
+        with without_values(split.model), split.tiles.sized(batch.tile):
+            learn(split, layers)
+            runs[batch] = _run_of(split, layers, work.kinds, batch, runs)
+    run = runs[batch]
+    # Keys and values are those of whole rows in each process.
+    count = math.ceil(batch.length / batch.chunk / processes)
+    work = _of_part(work, processes)
+    terms = [
+        replace(
+            kind,
+            states=(count - 1) * kind.states,
+            states_flops=(count - 1) * kind.states_flops,
+            input_gradient=math.ceil(kind.input_gradient / processes),
+            output=math.ceil(kind.output / processes),
+        )
+        for kind in run.terms
+    ]
+    sequence_kinds = split.sequence_kinds()
+    windows = [sequence_kinds[work.kinds.index(kind)].window for kind in range(len(work.works))]
+    seen = [
+        replace(_without_unseen(layer, batch.length, batch.chunk, window), launches=count)
+        for layer, window in zip(work.works, windows, strict=True)
+    ]
     # All calls, or those of one chunk at a time.
-    of_chunk = sum(of_calls.values())
-    of_all = len(rows.spans) * of_chunk
+    of_all = count * run.calls
     stored = of_all if of_all <= most_of_calls(work.hidden_bytes) else 0
     on_device = replace(
         work,
         works=tuple(map(_with_rows_on_device, seen, terms)),
-        call_bytes=stored + of_chunk,
-        prelude_bytes=2 * work.hidden_bytes + stored + peak,
+        call_bytes=stored + run.calls,
+        prelude_bytes=2 * work.hidden_bytes + stored + run.prelude,
     )
     if rows_on_device or batch.settled or batch.forward_only or _trains_outside(split):
         return on_device
     stored = of_all if of_all <= MOST_IN_HOST else 0
-    in_host = _in_host(on_device, terms, call_bytes=stored + of_chunk, prelude_bytes=stored + peak)
+    in_host = _in_host(
+        on_device, terms, call_bytes=stored + run.calls, prelude_bytes=stored + run.prelude
+    )
     return replace(on_device, in_host=in_host)
+
+
+def _of_part(work: Workload, processes: int) -> Workload:
+    """Return what one of several processes has of a micro-batch whose rows they divide: as many
+    tokens as each other one, which attend to as many."""
+    if processes == 1:
+        return work
+    works = tuple(
+        replace(
+            layer,
+            forward=layer.forward // processes,
+            recompute=layer.recompute // processes,
+            backward=layer.backward // processes,
+            square_flops=layer.square_flops // processes,
+        )
+        for layer in work.works
+    )
+    return replace(
+        work,
+        works=works,
+        head=replace(work.head, flops=work.head.flops // processes),
+        hidden_bytes=math.ceil(work.hidden_bytes / processes),
+    )
+
+
+@dataclass(frozen=True)
+class ChunkRun:
+    """What chunks of one size take on the device, in bytes."""
+
+    calls: int  # what the layers are given of a chunk beside hidden states
+    prelude: int  # the most that is alive at once before the layers
+    terms: tuple[ChunkTerms, ...]  # of every kind of layer; states, made again, are of one chunk
+
+
+def _run_of(
+    split: Split,
+    layers: Sequence[LayerBytes],
+    kinds: Sequence[int],
+    batch: MicroBatch,
+    runs: Runs,
+) -> ChunkRun:
+    """Return what the chunks of a micro-batch take, as `runs` have it or are to have it.
+
+    A large chunk takes as many operations as it has tiles of tokens, and each takes time. What it
+    takes of memory grows evenly with its tokens and those of the row, so smaller ones of shorter
+    rows tell it, unless they show that it does not.
+    """
+    size = batch.chunk
+    assert size is not None
+    if batch not in runs and size > LARGEST:
+        smaller = [LARGEST // part for part in (4, 2, 1)]
+        quarter, half, largest = (
+            _run_of(
+                *(split, layers, kinds),
+                replace(batch, length=math.ceil(batch.length * chunk / size), chunk=chunk),
+                runs,
+            )
+            for chunk in smaller
+        )
+        expected = grown(quarter, half, 4)
+        pairs = zip(expected.terms, largest.terms, strict=True)
+        if all(abs(even.chunk - term.chunk) <= NEAR * term.chunk for even, term in pairs):
+            runs[batch] = grown(half, largest, 2 * size / LARGEST)
+    if batch not in runs:
+        runs[batch] = _run(split, layers, kinds, batch, size)
+    return runs[batch]
+
+
+def _run(
+    split: Split,
+    layers: Sequence[LayerBytes],
+    kinds: Sequence[int],
+    batch: MicroBatch,
+    size: int,
+) -> ChunkRun:
+    """Run the last chunk of a micro-batch, in chunks of a size, without values."""
+    # Whole chunks: the last one sees most, and is to be no smaller than those before it.
+    count = math.ceil(batch.length / size)
+    # Packs are not looked for, because that is a question about values. Masks are as large.
+    inputs = {"input_ids": torch.ones(batch.rows, count * size, dtype=torch.long)}
+    rows = split.rows_in_chunks(TokenInputs(inputs), size)
+    with Tally(split.parallel, only_memory=True) as tally:
+        tally.leave_out([*inputs.values(), *split.model.parameters(), *split.model.buffers()])
+        prelude = rows.front(len(rows.spans) - 1)
+        peak = tally.peak
+    of_calls = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for call in prelude.calls
+        for tensor in tensors_in(call.captured_values)
+        if tally.counts(tensor)
+    }
+    terms = tuple(
+        _terms(split, kinds.index(kind), layers, rows, batch) for kind in range(max(kinds) + 1)
+    )
+    return ChunkRun(sum(of_calls.values()), peak, terms)
 
 
 def _in_host(
@@ -154,6 +264,7 @@ class ChunkTerms:
     keys_values: int  # of the whole row
     key_gradients: int  # the sums of their gradients
     states: int  # that chunks have handed on
+    states_flops: int  # operations by which the backward makes keys, values and states again
     input_gradient: int  # of the whole row, put together of those of chunks
     output: int  # of the whole row, in the forward
     chunk_input: int  # of the part of a layer's input that one chunk is
@@ -194,6 +305,7 @@ def _with_rows_on_device(work: LayerWork, terms: ChunkTerms) -> LayerWork:
         paged_bytes=sum(terms.in_host),
         handed_on_bytes=terms.states,
         chunk_bytes=terms.chunk,
+        recompute=work.recompute + terms.states_flops,
     )
 
 
@@ -208,11 +320,9 @@ def _with_rows_in_host(work: LayerWork, terms: ChunkTerms) -> LayerWork:
     )
 
 
-def _without_unseen(work: LayerWork, rows: ChunkedRows, window: int | None) -> LayerWork:
+def _without_unseen(work: LayerWork, length: int, chunk: int, window: int | None) -> LayerWork:
     """Return a layer's work without the operations of attention to tokens that no token of a chunk
     sees: later ones, and those before the window."""
-    length = rows.spans[-1].stop
-    chunk = rows.spans[0].stop - rows.spans[0].start
     seen = (length + chunk) / 2
     if window is not None:
         seen = min(seen, window + chunk)
@@ -229,37 +339,35 @@ def _without_unseen(work: LayerWork, rows: ChunkedRows, window: int | None) -> L
 
 
 def _terms(
-    split: Split,
-    index: int,
-    layers: Sequence[LayerBytes],
-    rows: ChunkedRows,
-    workload: Workload,
-    *,
-    host_keys: bool,
+    split: Split, index: int, layers: Sequence[LayerBytes], rows: ChunkedRows, batch: MicroBatch
 ) -> ChunkTerms:
+    """Return what a layer holds of `rows`, of which the tokens of the micro-batch count for what it
+    holds of a whole row; states are those of one chunk."""
     layer = split.layers[index]
     weights = fake_weights(layers[index])
     parameters = list(layer.parameters())
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
-    states = rows.states(index, HostKeys(CarrierWithoutValues()) if host_keys else None)
     before, last = range(len(rows.spans))[-2:]
-    with Tally(split.parallel) as tally:
+    run_tokens = rows.spans[last].stop
+    states = rows.states(index, HostKeys(CarrierWithoutValues()) if batch.host_keys else None)
+    with Tally(split.parallel, only_memory=True) as tally:
         tally.leave_out([*parameters, *weights.values(), *layer.buffers()])
         tally.leave_out([parameter.grad for parameter in parameters])
 
-        def run(chunk: int, layer_input: Tensor) -> Tensor:
+        def run(chunk: int, layer_input: Tensor, *, stops: bool = False) -> Tensor:
             call = rows.front(chunk).calls[index]
-            with rows.cache.holding(index, rows.spans[chunk], states):
+            with rows.cache.holding(index, rows.spans[chunk], states, stops=stops):
                 return split.run_layer(index, weights, call, layer_input, compiled=False)
 
-        hidden = _hidden(rows, workload)
+        hidden = _hidden(rows)
+        part = hidden[:, rows.spans[before].slice]
         with torch.no_grad():
-            run(before, hidden[:, rows.spans[before].slice])
-        after_forward = states.nbytes - states.handed_on_bytes
-        keys_values = 0 if host_keys else after_forward
+            run(before, part)
         of_one_chunk = states.handed_on_bytes
+        after_forward = states.nbytes - of_one_chunk
+        keys_values = 0 if batch.host_keys else after_forward
         tally.restart_peak()
         leaf = hidden[:, rows.spans[last].slice].detach().requires_grad_()
         with torch.enable_grad():
@@ -267,27 +375,36 @@ def _terms(
         torch.autograd.backward([output], [torch.empty_like(output)])
         in_host = states.host_bytes if isinstance(states, HostStates) else (0, 0)
         key_gradients = 0
-        if not host_keys:
+        if not batch.host_keys:
             key_gradients = states.nbytes - states.handed_on_bytes - keys_values
         peak = tally.peak
+        flops = -tally.flops
+        if rows.cache.kinds[index].keeps:
+            with torch.no_grad(), suppress(StatesComplete):
+                run(before, part, stops=True)
+        flops += tally.flops
     for parameter in parameters:
         parameter.grad = None
+
+    def of_row(nbytes: int) -> int:
+        """Return what a whole row takes, by what the tokens of the run did."""
+        return nbytes * batch.length // run_tokens
+
     return ChunkTerms(
         chunk=peak - hidden.nbytes - keys_values - key_gradients - of_one_chunk,
-        keys_values=keys_values,
-        key_gradients=key_gradients,
-        states=of_one_chunk * (len(rows.spans) - 1),
-        input_gradient=hidden.nbytes,
-        output=hidden.nbytes,
+        keys_values=of_row(keys_values),
+        key_gradients=of_row(key_gradients),
+        states=of_one_chunk,
+        states_flops=flops,
+        input_gradient=of_row(hidden.nbytes),
+        output=of_row(hidden.nbytes),
         chunk_input=hidden[:, rows.spans[0].slice].nbytes,
         pages=after_forward - keys_values,
-        in_host=in_host,
+        in_host=(of_row(in_host[0]), of_row(in_host[1])),
     )
 
 
-def _hidden(rows: ChunkedRows, workload: Workload) -> Tensor:
+def _hidden(rows: ChunkedRows) -> Tensor:
     """Return what a layer is given, without values."""
     state = rows.front(0).hidden
-    length = rows.spans[-1].stop
-    assert workload.hidden_bytes == state.nbytes // state.shape[1] * length, "layers hand on more"
-    return torch.empty(state.shape[0], length, *state.shape[2:], dtype=state.dtype)
+    return torch.empty(state.shape[0], rows.length, *state.shape[2:], dtype=state.dtype)

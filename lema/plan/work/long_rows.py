@@ -14,19 +14,22 @@ from lema.plan.work.workload import LayerWork, MicroBatch, Workload, grown
 
 __all__ = ["in_proportion", "lengthened", "run_length", "timed_batch"]
 
-LONGEST = 8192  # tokens of a row that is run without values
+LONGEST = 2048  # tokens of a row that is run without values
+MULTIPLE = 8  # tokens of such a row
 TIMED = 2048  # tokens of a row that is timed in the place of longer ones
 
 
-def run_length(length: int) -> int:
+def run_length(length: int, chunk_tokens: int) -> int:
     """Return the length of the rows that are run in the place of longer ones; rows of twice that
-    are run as well.
+    are run as well, and have a chunk of the loss at least.
 
     Args:
         length: of a row.
+        chunk_tokens: of which logits exist at once.
     """
+    most = max(LONGEST, -(-chunk_tokens // 2))
     half = length // 2
-    return half if half <= LONGEST else LONGEST - LONGEST % 8
+    return half if half <= most else -(-most // MULTIPLE) * MULTIPLE
 
 
 def lengthened(short: Workload, double: Workload, factor: float) -> Workload:

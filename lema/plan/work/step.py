@@ -171,7 +171,7 @@ def by_arithmetic(
         parts = zip(flops, (*work.exchanges, work.exchanges[1]), strict=True)
         # One after the other, because what follows a collective needs what it brings.
         forward, again, back, without_products = (
-            max(operations / speed, machine.launch) + machine.exchanging(sent)
+            max(operations / speed, work.launches * machine.launch) + machine.exchanging(sent)
             for operations, sent in parts
         )
         layer_seconds.append(LayerSeconds(forward, again, back, expand, without_products))

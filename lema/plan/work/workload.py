@@ -34,8 +34,9 @@ from lema.plan.work.meter import Tally, without_values
 from lema.stream import Lease
 from lema.stream.placement import LayerBytes
 
-__all__ = ["MicroBatch", "Workload", "calls_of", "grown", "measure"]
+__all__ = ["MicroBatch", "Workload", "calls_of", "grown", "long_head_in_pieces", "measure"]
 
+FEW_CHUNKS = 4  # of the loss
 VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 
 Description = TypeVar("Description")
@@ -105,6 +106,7 @@ class LayerWork:
     chunk_bytes: int = 0  # what one chunk takes beside them, forward and backward
     top_bytes: int = 0  # more than `working_bytes`, in the top layer's backward
     square_flops: int = 0  # of all operations, those that grow with the square of a row's length
+    launches: int = 1  # how often the layer is called on parts of the micro-batch
 
     def at_once(self, times: float) -> int:
         """Return the most that is alive at once in the layer, of so many micro-batches: of experts
@@ -519,12 +521,46 @@ class _Leases:
         yield Lease(layer, torch.empty(0), self.weights[layer])
 
 
+def long_head_in_pieces(
+    split: Split,
+    layers: Sequence[LayerBytes],
+    batch: MicroBatch,
+    chunk_tokens: int,
+    head: HeadCut,
+) -> HeadWork:
+    """Return what a micro-batch of long rows takes in the head in pieces, as `measure` tells of
+    shorter ones.
+
+    Args:
+        split: the model, whose layers' weights are on `meta`.
+        layers: what they have on the device.
+        batch: the micro-batch.
+        chunk_tokens: of which logits exist at once.
+        head: that is cut into pieces.
+    """
+    with without_values(split.model):
+        learn(split, layers)
+        state = split.prelude(replace(batch, length=PREFIX).inputs(), {}).hidden
+        shape = batch.rows, batch.length, *state.shape[2:]
+        hidden = torch.empty(shape, dtype=state.dtype)
+        return _pieces_work(split, hidden, chunk_tokens, head, layers, num_chunks=1)
+
+
+PREFIX = 8  # tokens, by which the form of a hidden state is seen
+
+
 def _pieces_work(
-    split: Split, hidden: Tensor, chunk_tokens: int, head: HeadCut, layers: Sequence[LayerBytes]
+    split: Split,
+    hidden: Tensor,
+    chunk_tokens: int,
+    head: HeadCut,
+    layers: Sequence[LayerBytes],
+    *,
+    num_chunks: int = FEW_CHUNKS,
 ) -> HeadWork:
     """Run the head and the loss of a micro-batch through a few pieces, at which there is as much
     as at all of them; of a long row only a few chunks, because what waits of each is alike."""
-    few = FEW_CHUNKS * chunk_tokens
+    few = num_chunks * chunk_tokens
     if hidden.shape[0] > 1 or hidden.shape[1] <= 2 * few:
         return _run_pieces(split, hidden, chunk_tokens, head, layers)
     first, second = (
@@ -539,9 +575,6 @@ def _pieces_work(
         working_bytes=first.working_bytes + round(longer * more),
         waiting_bytes=first.waiting_bytes + round(longer * waiting),
     )
-
-
-FEW_CHUNKS = 4  # of the loss
 
 
 def _run_pieces(
