@@ -148,7 +148,7 @@ def rows_of_packs(ids: Tensor, lengths: Sequence[Sequence[int]]) -> dict[str, Te
     return {IDS: pad_sequence(rows, batch_first=True), MASK: pad_sequence(mask, batch_first=True)}
 
 
-def _in_full(mask: Any) -> Any:
+def _in_full(mask: object) -> object:
     """Return masks with their values, which every layer reads."""
     if isinstance(mask, Mapping):
         return {name: _in_full(item) for name, item in mask.items()}

@@ -50,8 +50,10 @@ class RowPacks:
                 number += 1
         # no number is another token's at padding
         numbers = torch.where(self._inside, rows, number + torch.arange(width))
-        self._rows, self._tokens = rows.to(device), tokens.to(device)
-        self._inside, self._numbers = self._inside.to(device), numbers.to(device)
+        self._rows = rows.to(device)
+        self._tokens = tokens.to(device)
+        self._inside = self._inside.to(device)
+        self._numbers = numbers.to(device)
 
     def packed(self, inputs: TokenInputs) -> dict[str, Any]:
         """Return what belongs to the tokens of the packs.
