@@ -2945,14 +2945,14 @@ const with_work = stubs.with_work;
 const best = py.named(function(planner) {
 let fits, in_host, on_device;
 if (!py.t(planner.keys_are_open)) {
-return py.item(py.call(_best_in_place, [planner]), 0);
+return py.item(py.call(_best_sizes, [planner]), 0);
 }
-;[on_device, fits] = py.list(py.call(_best_in_place, [py.call(_with_keys, [planner, "device"])]));
+;[on_device, fits] = py.list(py.call(_best_sizes, [py.call(_with_keys, [planner, "device"])]));
 if ((py.t(fits) || (planner.workload == null))) {
 return on_device;
 }
 try {
-;[in_host, fits] = py.list(py.call(_best_in_place, [py.call(_with_keys, [planner, "host"])]));
+;[in_host, fits] = py.list(py.call(_best_sizes, [py.call(_with_keys, [planner, "host"])]));
 if (py.t(fits)) {
 return in_host;
 }
@@ -2967,7 +2967,7 @@ return py.call(_measured, [py.replace(planner, {config: py.method(planner.config
 const _measured = py.named(function(planner) {
 return ((planner.workload == null) ? planner : py.call(with_work, [planner]));
 }, ["planner"]);
-const _best_in_place = py.named(function(planner) {
+const _best_sizes = py.named(function(planner) {
 let chosen, chunks, config, fits, fitting, sizes, smallest, tiles, uncut;
 config = planner.config;
 tiles = py.eq(config.mlp_tile_tokens, "auto");
@@ -3295,7 +3295,7 @@ lacks_addresses = py.both((backend != null), () => (!py.t(py.call(has_addresses,
 reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], ["context_parallel_size takes parts of rows through whole layers", (config.context_parallel_size != null)], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
 return py.next((function*(t35) { for (const t36 of t35) { const [what, applies] = py.list(t36); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
 }, ["planner"]);
-return {Choice, ENOUGH, FEW_GROUPS, LARGE, LESS, SETTING, SMALLEST, WORTH_IT, _best_in_place, _exceeds, _expert_groups, _fast_enough, _fastest, _fastest_chunks, _fewer_rows, _first_that_fits, _fitting, _heads, _in_groups, _in_memory, _largest, _measured, _next_smaller, _seconds, _sizes, _smaller, _smaller_chunks, _tile_sizes, _timings_of, _why_not_grouped, _with_chunk, _with_head, _with_keys, _with_tile, best, candidates, choice_of, cut, seconds_decide, with_work};
+return {Choice, ENOUGH, FEW_GROUPS, LARGE, LESS, SETTING, SMALLEST, WORTH_IT, _best_sizes, _exceeds, _expert_groups, _fast_enough, _fastest, _fastest_chunks, _fewer_rows, _first_that_fits, _fitting, _heads, _in_groups, _in_memory, _largest, _measured, _next_smaller, _seconds, _sizes, _smaller, _smaller_chunks, _tile_sizes, _timings_of, _why_not_grouped, _with_chunk, _with_head, _with_keys, _with_tile, best, candidates, choice_of, cut, seconds_decide, with_work};
 })();
 const lema_plan_plan = (() => {
 const math = stubs.math;

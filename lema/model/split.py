@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -203,7 +203,7 @@ class Split:
         signature = inspect.signature(self.owner.forward)
         arguments: dict[str, Any] = {}
 
-        def record(*args: Any, **kwargs: Any) -> Any:
+        def record(*args: object, **kwargs: object) -> NoReturn:
             arguments.update(capture.named_arguments(signature, args, kwargs))
             raise _LayerReached
 

@@ -170,12 +170,12 @@ def best(planner: Planner) -> Planner:
     tokens that no token of theirs sees. Keys and values of the layer at work are on the device if a
     candidate fits so, else in host memory if one does only then."""
     if not planner.keys_are_open:
-        return _best_in_place(planner)[0]
-    on_device, fits = _best_in_place(_with_keys(planner, "device"))
+        return _best_sizes(planner)[0]
+    on_device, fits = _best_sizes(_with_keys(planner, "device"))
     if fits or planner.workload is None:
         return on_device
     with suppress(ConfigError):  # of layers whose keys cannot wait there
-        in_host, fits = _best_in_place(_with_keys(planner, "host"))
+        in_host, fits = _best_sizes(_with_keys(planner, "host"))
         if fits:
             return in_host
     return on_device
@@ -200,7 +200,7 @@ def _measured(planner: Planner) -> Planner:
     return planner if planner.workload is None else with_work(planner)
 
 
-def _best_in_place(planner: Planner) -> tuple[Planner, bool]:
+def _best_sizes(planner: Planner) -> tuple[Planner, bool]:
     """Return what `best` does, with keys and values where the planner has them, and whether it
     fits."""
     config = planner.config

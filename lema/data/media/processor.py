@@ -207,15 +207,7 @@ class MediaProcessor:
         if ids.tolist() != np.asarray(outputs["input_ids"][0]).tolist():
             what = f"{self.name} makes other tokens of this chat than its tokenizer"
             raise row.broken(what, how=HOW)
-        written = [
-            (start - marked.count(MARK, 0, start), end - marked.count(MARK, 0, end))
-            for start, end in (offset["new_span"] for offset in (outputs.get(OFFSETS) or [[]])[0])
-        ]
-        if any(start == end for start, end in written):
-            what = (
-                f"{self.name} writes no token for a sound or video of the row, which is too short"
-            )
-            raise row.broken(what, how="remove the row")
+        written = self._written(outputs, marked, row)
         # every second one, so that no two of them touch each other
         masks = [
             self._tokenize("".join(parts), of_parity, True)[1]
@@ -234,6 +226,25 @@ class MediaProcessor:
         if len(runs) != len(images) and runs:
             runs = [(runs[0][0], max(end for _, end in runs))]
         return Expanded(ids, learnt & ~of_images, of_images, tuple(runs))
+
+    def _written(self, outputs: Mapping[str, Any], marked: str, row: Row) -> list[tuple[int, int]]:
+        """Return where the processor's text has what it wrote for images, videos and sounds,
+        without marks; nothing with releases that do not say it.
+
+        Raises:
+            DataError: it wrote nothing for one of them.
+        """
+        offsets = (outputs.get(OFFSETS) or [[]])[0]
+        written = [
+            (start - marked.count(MARK, 0, start), end - marked.count(MARK, 0, end))
+            for start, end in (offset["new_span"] for offset in offsets)
+        ]
+        if any(start == end for start, end in written):
+            what = (
+                f"{self.name} writes no token for a sound or video of the row, which is too short"
+            )
+            raise row.broken(what, how="remove the row")
+        return written
 
     def block(self, image: Image) -> dict[str, Tensor]:
         """Return what the processor makes of an image alone: the tokens that it writes for the

@@ -326,10 +326,15 @@ class ChunkedLayer:
         engine.backend.set_rng_state(after)
         engine.observe(top, [input_gradient] * needs)
         num_adapters = len(trained) - len(leaves)
-        for weight, by in sums.pairs[num_adapters:]:
-            if by is not None:
-                weight.grad = by if weight.grad is None else weight.grad.add_(by)
+        _add_gradients(sums.pairs[num_adapters:])
         return TopGradients(value, [input_gradient], [routed], [sums.pairs[:num_adapters]])
+
+
+def _add_gradients(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    """Add the gradients of weights to what they have."""
+    for weight, by in pairs:
+        if by is not None:
+            weight.grad = by if weight.grad is None else weight.grad.add_(by)
 
 
 def _let_go(rows: Rows, index: int) -> None:

@@ -341,7 +341,6 @@ class _Saved(torch.autograd.Function):
 class _TiledContext(Protocol):
     """What the backward of `_Tiled` knows of its forward."""
 
-    call: TiledCall
     needs_input_grad: tuple[bool, ...]
 
     def set_materialize_grads(self, value: bool) -> None:
@@ -360,7 +359,7 @@ class _Tiled(torch.autograd.Function):
         inputs: Sequence[Tensor],
         *_: Tensor,
     ) -> Tensor:
-        ctx.call = call
+        ctx.tiled = call  # type: ignore[attr-defined] # autograd keeps it
         ctx.set_materialize_grads(False)
         return call.outputs(forward, inputs)
 
@@ -370,4 +369,5 @@ class _Tiled(torch.autograd.Function):
         needs = ctx.needs_input_grad[4:]
         if gradient is None:
             return (None,) * (4 + len(needs))
-        return None, None, None, None, *ctx.call.gradients(gradient, needs)
+        of_inputs = ctx.tiled.gradients(gradient, needs)  # type: ignore[attr-defined] # as above
+        return None, None, None, None, *of_inputs

@@ -263,12 +263,12 @@ class _Alone(torch.autograd.Function):
         pairs = zip(handed, needs_grad, strict=False)
         ctx.mark_non_differentiable(*[tensor for tensor, needs in pairs if not needs])
         ctx.set_materialize_grads(False)
-        ctx.alone = states, span  # type: ignore[attr-defined] # autograd keeps it
+        ctx.paged = states, span  # type: ignore[attr-defined] # autograd keeps it
         return handed
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        states, span = ctx.alone  # type: ignore[attr-defined] # as above
+        states, span = ctx.paged  # type: ignore[attr-defined] # as above
         with states.gradients(*span, span) as sums:
             for total, gradient in zip(sums, gradients, strict=True):
                 if gradient is not None:

@@ -73,16 +73,7 @@ def in_chunks(
     # Keys and values are those of whole rows in each process.
     count = math.ceil(batch.length / batch.chunk / processes)
     work = _of_part(work, processes)
-    terms = [
-        replace(
-            kind,
-            states=(count - 1) * kind.states,
-            states_flops=(count - 1) * kind.states_flops,
-            input_gradient=math.ceil(kind.input_gradient / processes),
-            output=math.ceil(kind.output / processes),
-        )
-        for kind in run.terms
-    ]
+    terms = [_of_chunks(kind, count, processes) for kind in run.terms]
     sequence_kinds = split.sequence_kinds()
     windows = [sequence_kinds[work.kinds.index(kind)].window for kind in range(len(work.works))]
     seen = [
@@ -105,6 +96,23 @@ def in_chunks(
         on_device, terms, call_bytes=stored + run.calls, prelude_bytes=stored + run.prelude
     )
     return replace(on_device, in_host=in_host)
+
+
+def _of_chunks(terms: ChunkTerms, count: int, processes: int) -> ChunkTerms:
+    """Return what a layer holds of a row whose chunks were run as one.
+
+    Args:
+        terms: of one chunk.
+        count: chunks of the row, in each of the processes that divide it.
+        processes: how many divide it.
+    """
+    return replace(
+        terms,
+        states=(count - 1) * terms.states,
+        states_flops=(count - 1) * terms.states_flops,
+        input_gradient=math.ceil(terms.input_gradient / processes),
+        output=math.ceil(terms.output / processes),
+    )
 
 
 def _of_part(work: Workload, processes: int) -> Workload:
@@ -385,22 +393,31 @@ def _terms(
         flops += tally.flops
     for parameter in parameters:
         parameter.grad = None
-
-    def of_row(nbytes: int) -> int:
-        """Return what a whole row takes, by what the tokens of the run did."""
-        return nbytes * batch.length // run_tokens
-
-    return ChunkTerms(
+    terms = ChunkTerms(
         chunk=peak - hidden.nbytes - keys_values - key_gradients - of_one_chunk,
-        keys_values=of_row(keys_values),
-        key_gradients=of_row(key_gradients),
+        keys_values=keys_values,
+        key_gradients=key_gradients,
         states=of_one_chunk,
         states_flops=flops,
-        input_gradient=of_row(hidden.nbytes),
-        output=of_row(hidden.nbytes),
+        input_gradient=hidden.nbytes,
+        output=hidden.nbytes,
         chunk_input=hidden[:, rows.spans[0].slice].nbytes,
         pages=after_forward - keys_values,
-        in_host=(of_row(in_host[0]), of_row(in_host[1])),
+        in_host=in_host,
+    )
+    return _of_length(terms, batch.length, run_tokens)
+
+
+def _of_length(terms: ChunkTerms, length: int, run_tokens: int) -> ChunkTerms:
+    """Return what a layer holds of rows of a length, of what it does of rows of `run_tokens`."""
+    keys_values, key_gradients = terms.in_host
+    return replace(
+        terms,
+        keys_values=terms.keys_values * length // run_tokens,
+        key_gradients=terms.key_gradients * length // run_tokens,
+        input_gradient=terms.input_gradient * length // run_tokens,
+        output=terms.output * length // run_tokens,
+        in_host=(keys_values * length // run_tokens, key_gradients * length // run_tokens),
     )
 
 

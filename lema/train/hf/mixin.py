@@ -35,6 +35,7 @@ from lema.train.hf.reference import ReferenceMixin
 
 if TYPE_CHECKING:
     from transformers import Trainer as Below
+    from transformers import TrainingArguments
 else:
     Below = object
 
@@ -185,7 +186,7 @@ class StreamingMixin(ReferenceMixin, Below):
         return prepared
 
 
-def _training_arguments(arguments: Sequence[Any]) -> Any:
+def _training_arguments(arguments: Sequence[Any]) -> "TrainingArguments | None":
     """Return the `TrainingArguments` among a trainer's arguments; None: there are none."""
     return next(
         (value for value in arguments if hasattr(value, "per_device_train_batch_size")), None
