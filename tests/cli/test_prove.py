@@ -14,6 +14,7 @@ import lema_tools.proof.arms
 import lema_tools.prove
 from lema.cli.app import app
 from lema.cli.exitcodes import run
+from lema.errors import ConfigError
 from lema_tools.proof.arms import ARMS, Case, Outcome, streamed, whole_model
 from lema_tools.proof.certificate import certify, compared, markdown, tolerance
 from lema_tools.prove import write_model
@@ -63,6 +64,53 @@ def test_a_small_model_is_certified_bitwise(case: Case, by_streaming: Outcome) -
     assert f"bitwise the same: every loss, all {matrices} gradients" in text
     for row in certificate["losses"]:
         assert f"{row['streamed']:.9g}" in text
+
+
+def test_chunks_are_certified_within_a_millionth_and_the_certificate_says_so(
+    case: Case, tmp_path: Path
+) -> None:
+    """With rotary parameters of a longer model, too."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    cut = replace(case, scratch=str(tmp_path), steps=1, sequence_chunk=5, rope_parameters=yarn)
+    in_chunks = streamed(cut)
+    certificate = certify(cut, in_chunks, whole_model(cut), "lema prove")
+    assert certificate["tolerance"] == 1e-6
+    assert certificate["holds"]
+    text = "\n".join(markdown(json.loads(json.dumps(certificate))))
+    assert "in chunks of 5 tokens" in text
+    assert '"rope_type": "yarn"' in text
+    of_model = whole_model(replace(cut, rope_parameters=None))
+    assert not certify(cut, in_chunks, of_model, "lema prove")["holds"]
+
+
+def test_rows_within_a_chunk_are_to_be_bitwise_the_same(case: Case) -> None:
+    assert not replace(case, sequence_chunk=case.tokens).is_cut
+    assert tolerance("cpu", "float32", cut=False) == 0
+
+
+def test_settings_of_a_file_are_proven_and_others_refused(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = list[Case]()
+
+    def seen(arm: str, given: Case) -> Outcome:
+        runs.append(given)
+        raise ConfigError("enough was seen")
+
+    monkeypatch.setattr(lema_tools.proof.arms, "run_in_subprocess", seen)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_name_or_path: {case.model}\nsequence_chunk: 32\n")
+    output = ["--output", str(tmp_path / "proof")]
+    assert run(app, ["prove", str(file), *output]) == 2
+    assert run(app, ["prove", str(file), "--set", "sequence_chunk=16", *output]) == 2
+    assert [(given.model, given.sequence_chunk) for given in runs] == [
+        (case.model, 32),
+        (case.model, 16),
+    ]
+    assert run(app, ["prove", case.model, "--set", "lora_rank=4", *output]) == 2
+    assert "a proof has no setting lora_rank" in capsys.readouterr().err
+    assert run(app, ["prove", case.model, "--set", "sequence_chunk=auto", *output]) == 2
+    assert "--set sequence_chunk=16" in capsys.readouterr().err
 
 
 def test_one_wrong_number_of_the_adapter_makes_it_fail(case: Case, by_streaming: Outcome) -> None:

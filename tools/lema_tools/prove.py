@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,13 +28,16 @@ WORDS = 2048
 DTYPES = "float32", "bfloat16", "float16"
 # times the weights: what the whole model takes at least, with adapter, optimizer and activations
 MORE = 1.2
+SETTINGS = "sequence_chunk", "rope_parameters"
 
 
 def prove(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="Directory or cached hub id. Default: make a small model."
+            metavar="[MODEL|CONFIG]",
+            help="Directory or cached hub id, or a YAML file of settings that names one. Default: "
+            "make a small model.",
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 5,
@@ -53,6 +56,15 @@ def prove(
     output: Annotated[
         Path, typer.Option(metavar="DIR", help="Directory for the certificate.")
     ] = Path("lema-proof"),
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A setting of the streamed run, sequence_chunk or rope_parameters; the same as "
+            "--KEY VALUE. In place of the file's.",
+        ),
+    ] = None,
 ) -> None:
     """Train some steps streamed and with the whole model, and certify that the numbers are the
     same. Exit code 7: they differ; 4: the whole model, which the comparison needs, does not fit."""
@@ -66,6 +78,7 @@ def prove(
     from lema.config.printing import hush
 
     check_directory(output)
+    model, chosen = _asked(model, settings)
     if model is not None:
         check_separate(output, [_resolved(model)])
     hush()
@@ -84,7 +97,9 @@ def prove(
     with tempfile.TemporaryDirectory() as scratch:
         model_path = write_model(Path(scratch) / "model") if model is None else _resolved(model)
         case = Case(
-            str(model_path), scratch, device, dtype, steps, micro_batches, tokens, rank, seed=seed
+            *(str(model_path), scratch, device, dtype, steps, micro_batches, tokens, rank),
+            seed=seed,
+            **chosen,
         )
         check_memory(case)
         if model is None:
@@ -107,6 +122,35 @@ def prove(
             where=str(files[0]),
             how="please report it, with that file and `lema doctor --json`",
         )
+
+
+def _asked(source: str | None, assignments: list[str] | None) -> tuple[str | None, dict[str, Any]]:
+    """Return the model and the settings of the streamed run that a proof may have; None: a small
+    model is to be made.
+
+    Raises:
+        ConfigError: another setting is asked for, or chunks whose size only a plan knows.
+    """
+    from lema.cli.arguments import config_of, settings_of
+
+    chosen: dict[str, Any] = settings_of(assignments)
+    if unknown := sorted(chosen.keys() - set(SETTINGS)):
+        raise ConfigError(
+            f"a proof has no setting {unknown[0]}",
+            where=f"--set {unknown[0]}",
+            how=f"it takes {' and '.join(SETTINGS)}; `lema prove --help` has its other options",
+        )
+    if source is not None and source.endswith((".yaml", ".yml")) and Path(source).is_file():
+        config = config_of(Path(source), None)
+        chosen = {name: getattr(config, name) for name in SETTINGS} | chosen
+        source = config.model_name_or_path
+    if chosen.get("sequence_chunk") == "auto":
+        raise ConfigError(
+            "a proof has chunks of a certain size",
+            where="sequence_chunk: auto",
+            how="give the tokens of one, such as --set sequence_chunk=16",
+        )
+    return source, chosen
 
 
 @contextmanager

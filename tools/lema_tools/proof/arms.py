@@ -21,7 +21,7 @@ import psutil
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema.backend import Backend
 from lema.backend.host.limits import peak_memory
@@ -30,6 +30,7 @@ from lema.config.types import dtype_name
 from lema.engine.head.loss import split_batch
 from lema.errors import LemaError, MemoryLimitError
 from lema.model.partition import open_backend
+from lema.model.sequence.rope import read_rope
 from lema.plan.planner import machine_state_of, planner_of
 from lema.train import LemaModel
 
@@ -54,6 +55,14 @@ class Case:
     rank: int = 16
     learning_rate: float = 1e-3
     seed: int = 42
+    # settings of the streamed run: tokens that go through a layer at once; None: all of a row
+    sequence_chunk: int | None = None
+    rope_parameters: dict[str, Any] | None = None  # in the place of the model's; None: its own
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether rows go through the layers of the streamed run in chunks."""
+        return self.sequence_chunk is not None and self.sequence_chunk < self.tokens
 
     @property
     def settings(self) -> LemaConfig:
@@ -77,6 +86,8 @@ class Case:
             learning_rate=self.learning_rate,
             lr_scheduler_type="constant",
             max_grad_norm=None,
+            sequence_chunk=self.sequence_chunk,
+            rope_parameters=self.rope_parameters,
             seed=self.seed,
             save_steps=0,
             output_dir=str(Path(self.scratch) / "output"),
@@ -173,10 +184,14 @@ def whole_model(case: Case) -> Outcome:
     with closing(open_backend(config)) as backend:
         device = backend.device
         before = _begin_peak()
-        base: Any = AutoModelForCausalLM.from_pretrained(case.model, dtype=dtype)
+        adapter = Path(case.scratch) / "adapter"
+        published = AutoConfig.from_pretrained(case.model)
+        if case.rope_parameters is not None:
+            # as the adapter's card tells who uses it without LEMA
+            published.get_text_config().rope_parameters = read_rope(adapter)
+        base: Any = AutoModelForCausalLM.from_pretrained(case.model, config=published, dtype=dtype)
         base.to(device)
         base.config.use_cache = False
-        adapter = Path(case.scratch) / "adapter"
         model = PeftModel.from_pretrained(
             base, str(adapter), is_trainable=True, torch_device="cpu"
         ).train()
