@@ -3,6 +3,7 @@ refused.
 """
 
 import json
+import math
 import os
 import re
 from datetime import date
@@ -183,6 +184,21 @@ def _dtype(value: Any) -> object:
     return dtype_name(value) if type(value).__module__ == "torch" else value
 
 
+# of the parameters of rotary embeddings, those whose numbers are above zero
+POSITIVE = frozenset(
+    {
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "short_factor",
+        "long_factor",
+    }
+)
+
+
 def _rope_parameters(value: dict[str, object]) -> dict[str, object]:
     kinds = [part for part in value.values() if isinstance(part, dict)]
     if not value or (kinds and len(kinds) < len(value)):
@@ -192,7 +208,21 @@ def _rope_parameters(value: dict[str, object]) -> dict[str, object]:
     renamed = {"rope_type" if key == "type" else key: part for key, part in value.items()}
     if not isinstance(renamed.get("rope_type"), str):
         raise ValueError("must name a rope_type, such as yarn, llama3, longrope, dynamic or linear")
+    for key, part in renamed.items():
+        for number in part if isinstance(part, list | tuple) else [part]:
+            _check_rope_number(key, number)
     return renamed
+
+
+def _check_rope_number(key: str, number: object) -> None:
+    if key in POSITIVE and number is not None:
+        most = 1 if key == "partial_rotary_factor" else math.inf
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not 0 < number <= most or number == math.inf:  # type: ignore[operator] # a number
+            limit = "" if most == math.inf else f" and no more than {most}"
+            raise ValueError(f"must have a number above 0{limit} as {key}, not {number!r}")
+    elif isinstance(number, float) and not math.isfinite(number):
+        raise ValueError(f"must have a finite number as {key}, not {number!r}")
 
 
 Count = Annotated[int, Field(ge=1)]

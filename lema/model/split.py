@@ -500,7 +500,9 @@ class Split:
             names = self.attached.names(index)
             stored = names.buffers(tensors)
             together = self.attached.inputs_shared(index, tensors, args, kwargs)
-            tiled = self.tiles.used(index, next(capture.tensors_in([args, kwargs]), None))
+            tiled: AbstractContextManager[None] = nullcontext()
+            if self.tiles.size is not None:
+                tiled = self.tiles.used(index, next(capture.tensors_in([args, kwargs]), None))
             with restored_parameters(names.adapted), together, tiled:
                 out = torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
         for name, buffer in stored.items():

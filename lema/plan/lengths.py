@@ -116,6 +116,8 @@ def _longest(planner: Planner, tier: Tier) -> tuple[int, str]:
             "there, "
             f"{_named(parts)}, beside {human_bytes(max(0, fixed_bytes))} however long rows are"
         )
+        if memory_name == "device memory" and planner.chooses_keys and not batch.host_keys:
+            reason += "; keys_values: host has keys and values wait in host memory"
         answers.append((max(0, longest) // SMALL * SMALL, reason))
     return min(answers, key=lambda pair: pair[0], default=(batch.length, "nothing grows"))
 

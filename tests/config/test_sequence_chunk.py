@@ -40,3 +40,20 @@ def test_keys_and_values_wait_in_host_memory_between_chunks_alone(other: dict[st
     LemaConfig("model", sequence_chunk="auto", keys_values="host")
     with pytest.raises(ConfigError, match="keys_values"):
         LemaConfig("model", keys_values="host", **other)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("factor", float("nan")),
+        ("factor", float("inf")),
+        ("factor", True),
+        ("original_max_position_embeddings", 0),
+        ("rope_theta", "x"),
+        ("partial_rotary_factor", 7),
+        ("mscale", float("nan")),
+    ],
+)
+def test_a_rotary_number_that_is_none_is_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"number.* as {key}, not"):
+        LemaConfig("model", rope_parameters={"rope_type": "yarn", "factor": 4.0, key: value})

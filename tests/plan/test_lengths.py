@@ -35,6 +35,7 @@ def rows_of(directory: Path, length: int, **changes: Any) -> LongRows | None:
     options: dict[str, Any] = {"max_length": length, "micro_batch_size": 1, "batch_size": 1}
     options |= {"sequence_chunk": 256, "device_memory": LIMIT, **changes}
     options |= {"gradient_checkpointing": True, "prefetch_depth": 1}
+    options = {"keys_values": "device", **options}
     plan, _ = make_plan(LemaConfig(str(directory), device="cpu", **options), profile("4090"))
     return plan.long_rows
 
@@ -86,5 +87,6 @@ def test_the_command_plans_for_a_length(
     printed = capsys.readouterr().out
     assert "of all operations attention" in printed
     assert "tokens that would fit" in printed
+    config.write_text(f"{config.read_text()}keys_values: device\n")
     assert lema(*words[:-2], 100 * LENGTH) == 4
     assert "tokens fit" in capsys.readouterr().err

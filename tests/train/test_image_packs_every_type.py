@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 import torch
 from imagerows import STREAMED_IMAGES, TOWERLESS, image_batch, publish_with_images
-from lema.data.images.rows import RowImages
 from mediasteps import opened, settings
 from packedways import step_of
 from parity import Outcome, all_gradients, relative_difference
@@ -19,6 +18,7 @@ from publishedclass import published_class
 from torch import Tensor
 from transformers import AutoConfig
 
+from lema.data.media.rows import RowMedia
 from lema.engine.packing import check_packing
 from lema.errors import ConfigError
 from lema.model.inputs import IMAGES
@@ -92,7 +92,7 @@ class Silent:
 
 def texts_of(batch: Batch) -> list[Batch]:
     """Return rows without images of a data set in which others have some."""
-    images: Any = RowImages([None], cast(Any, Silent(batch)), cast(Any, None))
+    images: Any = RowMedia([None], cast(Any, Silent(batch)), cast(Any, None))
     return [{"input_ids": [*range(first, first + 6)], IMAGES: images} for first in (5, 20, 40, 60)]
 
 

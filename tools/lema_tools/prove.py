@@ -143,6 +143,8 @@ def _asked(source: str | None, assignments: list[str] | None) -> tuple[str | Non
     if source is not None and source.endswith((".yaml", ".yml")) and Path(source).is_file():
         config = config_of(Path(source), None)
         chosen = {name: getattr(config, name) for name in SETTINGS} | chosen
+        if others := sorted(config.model_fields_set - {*SETTINGS, "model_name_or_path"}):
+            typer.echo(f"not part of the proof: {', '.join(others)}", err=True)
         source = config.model_name_or_path
     if chosen.get("sequence_chunk") == "auto":
         raise ConfigError(

@@ -183,10 +183,13 @@ def with_column(row: Row, chat: Chat) -> Chat:
 
 def _in_column(row: Row, kind: Kind) -> list[Picture] | None:
     """Return what a row's column of a kind holds; None: the row has no such column."""
-    names = MEDIA_COLUMNS[kind]
-    name = next((name for name in names if row.values.get(name) is not None), None)
-    if name is None:
+    names = [name for name in MEDIA_COLUMNS[kind] if row.values.get(name) is not None]
+    if not names:
         return None
+    if len(names) > 1:
+        what = f"the row has both '{names[0]}' and '{names[1]}', of which one would be lost"
+        raise row.broken(what, how="give all in one of them")
+    (name,) = names
     value = row.values[name]
     is_frames = kind == "video" and name == "video"  # one video, which may be a list of frames
     values = list(value) if isinstance(value, list | tuple) and not is_frames else [value]

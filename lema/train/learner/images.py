@@ -120,7 +120,12 @@ class BatchImages:
     Args:
         images: makes them.
         rows: the images of each row.
+
+    Attributes:
+        lengths: None, as rows are not packed.
     """
+
+    lengths: None = None
 
     def __init__(self, images: LearnerImages, rows: Sequence[Sequence[RowImage]]) -> None:
         self._images = images

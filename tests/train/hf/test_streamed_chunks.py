@@ -288,12 +288,23 @@ def test_hooks_that_would_see_chunks_are_refused(checkpoint_of: CheckpointOf, wh
             model(**BATCHES["plain"])
 
 
+def test_a_mask_of_pairs_of_tokens_is_cut(checkpoint_of: CheckpointOf) -> None:
+    near = torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.bool).tril().triu(-3)
+    of_chunks, at_once = (_logits(checkpoint_of("llama"), chunk, near) for chunk in (CHUNK, None))
+    torch.testing.assert_close(of_chunks, at_once, rtol=1e-5, atol=1e-5)
+    causal = _logits(checkpoint_of("llama"), CHUNK, None)
+    assert not torch.allclose(causal, at_once, rtol=1e-3, atol=1e-3)
+
+
+def _logits(checkpoint: Checkpoint, chunk: int | None, mask: torch.Tensor | None) -> torch.Tensor:
+    with opened(checkpoint, chunk) as model:
+        logits: torch.Tensor = model(input_ids=tokens(), attention_mask=mask).logits.detach()
+    return logits
+
+
 def test_inputs_that_may_belong_to_the_whole_sequence_are_refused(
     checkpoint_of: CheckpointOf,
 ) -> None:
-    mask = torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
-    with opened(checkpoint_of("llama"), CHUNK) as model:
-        with pytest.raises(ConfigError, match=r"attention_mask is \[3, 1, 14, 14\]"):
-            model(input_ids=tokens(), attention_mask=mask)
-        with pytest.raises(ConfigError, match="cu_seq_lens_q, which may belong"):
-            model(input_ids=tokens(), cu_seq_lens_q=torch.tensor([0, 42]))
+    refusal = pytest.raises(ConfigError, match=r"cu_seq_lens_q \[2\], which may belong")
+    with opened(checkpoint_of("llama"), CHUNK) as model, refusal:
+        model(input_ids=tokens(), cu_seq_lens_q=torch.tensor([0, 42]))
