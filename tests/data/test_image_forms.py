@@ -203,6 +203,14 @@ REFUSED = {
         chat(PART, images=["one.png", "two.png"]),
         "2 images, and its messages have 1",
     ),
+    "an image in a part of text": (
+        chat({"type": "text", "text": "w5", "image": "one.png"}),
+        "has 'image', which would be lost",
+    ),
+    "two columns": (
+        chat(PART, image="one.png", images=["two.png"]),
+        "both 'images' and 'image'",
+    ),
     "fewer images": (chat(PART, PART, images=["one.png"]), "1 images, and its messages have 2"),
     "no column": (chat(PART), "no column 'images'"),
     "no base64": (chat({**PART, "base64": "%%%"}), "no base64"),

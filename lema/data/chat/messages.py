@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lema.data.chat.pictures import MARKS, NOUNS, Picture, check_text, picture_of
+from lema.data.chat.pictures import MARKS, NOUNS, Picture, check_only_text, check_text, picture_of
 from lema.data.files import Row
 from lema.data.forms import at_path, flag_of, list_of, text_of
 
@@ -150,6 +150,7 @@ def _content(
             what = f"a part of 'content' should be an object, not {type(block).__name__}"
             raise row.broken(what, at=at, how='write {"type": "text", "text": "..."}')
         if block.get("type") == "text":
+            check_only_text(row, block, at)
             text = text_of(row, block.get("text"), "the text of a content block", at)
             words.append(check_text(row, text, at))
             continue

@@ -89,6 +89,17 @@ def picture_of(row: Row, block: Mapping[str, Any], at: str) -> Picture:
     return Picture(None, at, kind=kind)
 
 
+def check_only_text(row: Row, block: Mapping[str, Any], at: str) -> None:
+    """Refuse, with `DataError`, a part of text that has a value for an image, a video or a sound:
+    nobody would see it."""
+    for kind, keys in KEYS.items():
+        named = [key for key in keys if kind in key and block.get(key) is not None]
+        if named:
+            what = f"a part of the type 'text' has '{named[0]}', which would be lost"
+            how = f'write it as a part of its own, {{"type": "{kind}", ...}}'
+            raise row.broken(what, at=at, how=how)
+
+
 def check_text(row: Row, text: str, at: str) -> str:
     """Return the words of a message. `DataError`: they have a character that stands for an image,
     a video or a sound."""

@@ -32,7 +32,7 @@ class Unusable(Exception):
         how: what to do about it.
     """
 
-    def __init__(self, what: str, how: str = "remove the row, or save the image again") -> None:
+    def __init__(self, what: str, how: str = "remove the row, or save the file again") -> None:
         super().__init__(what)
         self.what = what
         self.how = how
@@ -91,7 +91,8 @@ def opened(
     except Unusable:
         raise
     except UnidentifiedImageError as error:
-        what = f"this is no {noun} of a format that is read ({', '.join(formats)})"
+        read = ", ".join(formats) + (", or a film" if noun == "video" else "")
+        what = f"this is no {noun} of a format that is read ({read})"
         raise Unusable(what) from error
     except Image.DecompressionBombError as error:
         raise Unusable(

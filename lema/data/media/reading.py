@@ -186,6 +186,8 @@ def _in_column(row: Row, kind: Kind) -> list[Picture] | None:
     names = [name for name in MEDIA_COLUMNS[kind] if row.values.get(name) is not None]
     if not names:
         return None
+    # tables fill what a row does not have with lists of nothing, too
+    names = [name for name in names if not _is_empty(row.values[name])] or names[:1]
     if len(names) > 1:
         what = f"the row has both '{names[0]}' and '{names[1]}', of which one would be lost"
         raise row.broken(what, how="give all in one of them")
@@ -197,6 +199,10 @@ def _in_column(row: Row, kind: Kind) -> list[Picture] | None:
         Picture(item, f"{name}, {kind} {number}", kind=kind)
         for number, item in enumerate((item for item in values if item is not None), 1)
     ]
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, list | tuple) and not value
 
 
 def _of_kind(chat: Chat, kind: Kind) -> list[Picture]:
