@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from imageprocessors import picture, publish_with_processor
+from mediareading import reading
 from transformers import ProcessorMixin
 
 from lema import LemaConfig
@@ -47,19 +47,7 @@ def read(model: Path, tmp_path: Path) -> Callable[..., Any]:
     picture(1).save(tmp_path / "one.png")
     picture(2).save(tmp_path / "two.png")
 
-    def data(rows: Any, **changes: Any) -> Any:
-        given: Any = rows
-        if isinstance(rows, list):
-            file = tmp_path / "rows.jsonl"
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            given = str(file)
-        elif not isinstance(rows, str):
-            given = list(rows)
-        settings = {"device": "cpu", "modalities": "all", "max_length": 64, **changes}
-        config = LemaConfig(str(model), **settings)
-        return read_data(config, ModelFiles(config), given)
-
-    return data
+    return reading(model, tmp_path)
 
 
 def chat(*parts: Any, **columns: Any) -> dict[str, Any]:

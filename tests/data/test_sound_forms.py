@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +13,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from imageprocessors import IMAGE_TOKEN
+from mediareading import reading
 from soundprocessors import RATE, publish_hearing, samples, write_sound
 
-from lema import LemaConfig
 from lema.data import TokenDataset
 from lema.data.media.rows import RowMedia
 from lema.data.media.sounds import wav_of
 from lema.errors import DataError
-from lema.model.files import ModelFiles, read_data
 
 QUESTION = {"type": "text", "text": "w5 w6"}
 ANSWER = {"role": "assistant", "content": "w7 w8 w9"}
@@ -43,19 +41,7 @@ def read(model: Path, tmp_path: Path) -> Callable[..., Any]:
     """Return what reads rows as a run with these settings does; the folder has a sound."""
     write_sound(tmp_path / "one.wav", samples(1, COUNT))
 
-    def data(rows: Any, **changes: Any) -> Any:
-        given: Any = rows
-        if isinstance(rows, list):
-            file = tmp_path / "rows.jsonl"
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            given = str(file)
-        elif not isinstance(rows, str):
-            given = list(rows)
-        settings = {"device": "cpu", "modalities": "all", "max_length": 64, **changes}
-        config = LemaConfig(str(model), **settings)
-        return read_data(config, ModelFiles(config), given)
-
-    return data
+    return reading(model, tmp_path)
 
 
 def chat(*parts: Any, **columns: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ the processor makes of them, and what is damaged or too large is refused by row.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,16 @@ import numpy as np
 import pytest
 import torch
 from imageprocessors import words
+from mediareading import reading
 from PIL import Image
 from transformers.video_utils import load_video
 from videoprocessors import publish_seeing
 
-from lema import LemaConfig
 from lema.data.batches import Batches
 from lema.data.media.decode import Unusable
 from lema.data.media.limits import MediaLimits
 from lema.data.media.videos import Facts, Video, decoded_video
 from lema.errors import DataError
-from lema.model.files import ModelFiles, read_data
 from lema.storage.modelfiles import load_processor
 
 FILMS = [
@@ -95,11 +93,7 @@ def test_an_animated_image_is_a_video() -> None:
 
 
 def read(model: Path, folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Any:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"device": "cpu", "modalities": "all", "max_length": 64, **changes}
-    config = LemaConfig(str(model), **settings)
-    return read_data(config, ModelFiles(config), str(file))
+    return reading(model, folder)(rows, **changes)
 
 
 def row_of(name: str, number: int = 0) -> dict[str, Any]:

@@ -4,26 +4,18 @@ PEFT, on what its processor makes of the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from mediasteps import compare_dpo, compare_sft, settings
 from videoprocessors import SEEING, publish_seeing, video_examples, video_rows
-
-Directories = Callable[[str], Path]
+from writtenonce import Directories, written_once
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Directories:
     """Return the directory of a model of a type, with its processor, which is written once."""
-    root = tmp_path_factory.mktemp("published")
-
-    def directory(model_type: str) -> Path:
-        path = root / model_type
-        return path if path.exists() else publish_seeing(model_type, path)
-
-    return directory
+    return written_once(tmp_path_factory.mktemp("published"), publish_seeing)
 
 
 @pytest.mark.parametrize("towers", ["device", "stream"])

@@ -4,26 +4,18 @@ loss and gradients are, to rounding, those of the same rows whole and alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from imageprocessors import PROCESSORS, image_rows, publish_with_processor
 from packedways import compare_ways
-
-Directories = Callable[[str], Path]
+from writtenonce import Directories, written_once
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Directories:
     """Return the directory of a model of a type, with its processor, which is written once."""
-    root = tmp_path_factory.mktemp("published")
-
-    def directory(model_type: str) -> Path:
-        path = root / model_type
-        return path if path.exists() else publish_with_processor(model_type, path)
-
-    return directory
+    return written_once(tmp_path_factory.mktemp("published"), publish_with_processor)
 
 
 @pytest.mark.sampled(1)

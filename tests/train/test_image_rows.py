@@ -5,7 +5,6 @@ PEFT, on what its processor makes of the same rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +29,19 @@ from mediasteps import (
     whole,
 )
 from parity import trained
+from writtenonce import Directories, written_once
 
 from lema.data.batches import Batches
 from lema.errors import ConfigError
 from lema.model.files import read_data
 
-Directories = Callable[[str], Path]
 Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Directories:
     """Return the directory of a model of a type, with its processor, which is written once."""
-    root = tmp_path_factory.mktemp("published")
-
-    def directory(model_type: str) -> Path:
-        path = root / model_type
-        return path if path.exists() else publish_with_processor(model_type, path)
-
-    return directory
+    return written_once(tmp_path_factory.mktemp("published"), publish_with_processor)
 
 
 @pytest.mark.parametrize("towers", ["device", "stream"])

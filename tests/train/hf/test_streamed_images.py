@@ -4,7 +4,7 @@ and what is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from publishedclass import published_class
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, Trainer, TrainingArguments
+from writtenonce import Directories, written_once
 
 import lema
 from lema import LemaConfig, StreamingMixin
@@ -34,19 +35,11 @@ ROWS = {"several, one and none": [2, 1, 0], "one row": [1], "text alone": [0, 0]
 CLOSE = {("qwen3_vl_moe", "text alone"): 1e-6}
 CLOSE |= {(kind, rows): 1e-5 for kind in ("glm4v_moe", "janus") for rows in ROWS}
 
-Directories = Callable[[str], Path]
-
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Directories:
     """Return the directory of a model of a type, which is written once."""
-    root = tmp_path_factory.mktemp("published")
-
-    def directory(model_type: str) -> Path:
-        path = root / model_type
-        return path if path.exists() else publish_with_images(model_type, path)
-
-    return directory
+    return written_once(tmp_path_factory.mktemp("published"), publish_with_images)
 
 
 def lora(**options: Any) -> LoraConfig:

@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+from handwrittenrouters import FACTORS, choose
 from peft import LoraConfig, get_peft_model
 from publishedclass import publish
 from tiny import Checkpoint
-from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
@@ -81,24 +80,6 @@ def rows_of(name: str, count: int = 2) -> list[Datum]:
     return data
 
 
-def choose(model: nn.Module, data: list[Datum]) -> None:
-    """Have the routers of a whole model choose what the rows say, by hand."""
-    choices = torch.stack([of for datum in data if (of := datum.choices) is not None])
-    by_layer = choices.unflatten(-1, (LAYERS, CHOSEN))
-    for layer in range(LAYERS):
-        for name, module in model.named_modules():
-            if f".layers.{layer}." in name and type(module).__name__.endswith("Router"):
-                of_layer = by_layer[:, :, layer].flatten(0, 1)
-
-                def forward(router: Any, hidden: Tensor, told: Tensor = of_layer) -> Any:
-                    flat = hidden.reshape(-1, hidden.shape[-1])
-                    logits = nn.functional.linear(flat, router.weight)
-                    chosen = torch.softmax(logits.float(), dim=-1).gather(-1, told)
-                    return logits, chosen / chosen.sum(dim=-1, keepdim=True), told
-
-                module.forward = MethodType(forward, module)
-
-
 def test_routers_choose_what_rows_bring(model: tuple[str, Path], learner: Learner) -> None:
     name, directory = model
     data = rows_of(name)
@@ -113,7 +94,8 @@ def test_routers_choose_what_rows_bring(model: tuple[str, Path], learner: Learne
     torch.manual_seed(SPEC.seed)
     targets = learner._targets.chosen(SPEC)
     whole = get_peft_model(whole, LoraConfig(r=4, lora_alpha=32, target_modules=targets))
-    choose(whole, data)
+    choices = torch.stack([of for datum in data if (of := datum.choices) is not None])
+    choose(whole, FACTORS[name], choices.unflatten(-1, (LAYERS, CHOSEN)))
     ids = torch.stack([datum.tokens for datum in data])
     expected = torch.stack([datum.targets for datum in data])
     logits = whole(input_ids=ids).logits.float()
